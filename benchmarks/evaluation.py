@@ -106,7 +106,7 @@ def theirs(task: str, model: Path, where: dict[str, Any], folder: Path, dtype: s
     """Run lm-eval's command."""
     own, out = folder / task, folder / f"{task}-out"
     own.mkdir(parents=True, exist_ok=True)
-    leaf = agreement.shipped_leaves(task)[0]
+    leaf = agreement.task_tree(task).leaves[0]
     shipped = {"include": str(leaf.path), **where, "task": f"{task}_here"}
     (own / "task.yaml").write_text(yaml.safe_dump(shipped))
     told = f"pretrained={model},dtype={dtype},softmax_dtype=float32"
@@ -141,9 +141,9 @@ def score(told: str) -> None:
     from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.checkpoints import Model
     from mergegate.tasks.evaluation import Scoring, pin_task
-    from mergegate.tasks.evaluation.document_order import DocumentRange
-    from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
-    from mergegate.tasks.evaluation.task_loading import inspect_data
+    from mergegate.tasks.evaluation.scoring.harness import ScoringJob, score_documents
+    from mergegate.tasks.evaluation.scoring.loading import inspect_data
+    from mergegate.tasks.evaluation.values import DocumentRange
 
     task, model, mirror, folder, out, dtype = json.loads(told)
     if task == "wikitext":

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks
+from mergegate.tasks.evaluation.values import SampleUse, interim_looks
 from mergegate.tasks.gate.earlier_runs import anchor_confidence
 from mergegate.tasks.gate.power import DrawnDrops, draw, passing_merges
 from mergegate.tasks.gate.regression import decide_guard

@@ -29,7 +29,7 @@ import yaml
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation import Scoring, pin_task
-from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
+from mergegate.tasks.evaluation.definitions.tree import task_tree
 
 Row = dict[str, Any]
 EXAMPLES = 2
@@ -155,7 +155,7 @@ def made_rows(task: str) -> dict[str, list[Row]]:
 
 
 def _splits(task: str) -> tuple[str, str]:
-    config = shipped_leaves(task)[0].config
+    config = task_tree(task).leaves[0].config
     evaluated = config.get("test_split") or config["validation_split"]
     drawn = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split") or evaluated
     return evaluated, drawn
@@ -211,7 +211,7 @@ def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder:
 
     own = folder / task
     own.mkdir(parents=True)
-    leaf = shipped_leaves(task)[0]
+    leaf = task_tree(task).leaves[0]
     (own / "task.yaml").write_text(yaml.safe_dump({"include": str(leaf.path), **where, "task": task}))
     lm = HFLM(pretrained=str(model), device="cpu", batch_size=16, dtype="float32", softmax_dtype="float32")
     manager = TaskManager(include_path=str(own), include_defaults=False)
@@ -230,9 +230,9 @@ def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder:
 
 def ours_by_document(task: str, model: Path, mirror: Path, scratch: Path) -> dict[tuple[str, int], Any]:
     """Score the task as a profile with ``evaluate.data`` does."""
-    from mergegate.tasks.evaluation.document_order import DocumentRange
-    from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
-    from mergegate.tasks.evaluation.task_loading import inspect_data
+    from mergegate.tasks.evaluation.scoring.harness import ScoringJob, score_documents
+    from mergegate.tasks.evaluation.scoring.loading import inspect_data
+    from mergegate.tasks.evaluation.values import DocumentRange
 
     pinned = pin_task(task, scratch, HashMemo(scratch / "hashes.db"), mirror)
     asked = Model(name="random", digest=str(model), directory=model)
@@ -252,7 +252,7 @@ def compare(tasks: Iterable[str], data: Path | None, scratch: Path) -> list[Agre
         ours = ours_by_document(task, model, mirror, scratch)
         every = theirs.keys() | ours.keys()
         differing = sum(theirs.get(key) != ours.get(key) for key in every)
-        kind = shipped_leaves(task)[0].config.get("output_type", "generate_until")
+        kind = task_tree(task).leaves[0].config.get("output_type", "generate_until")
         found.append(Agreement(task, kind, len({document for _, document in every}), len(every), differing))
     return found
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from mergegate.tasks.evaluation.lm_eval_index import LeafConfig
-from mergegate.tasks.evaluation.support import refusal_of_leaf
+from mergegate.tasks.evaluation.definitions.support import missing_requirements, refusal_of
+from mergegate.tasks.evaluation.definitions.tree import TaskLeaf
 
 CRASH = "crash"
 
@@ -35,8 +35,8 @@ def decided() -> list[tuple[str, str, str]]:
             continue
         family = entry.yaml_path.relative_to(root).parts[0]
         try:
-            leaf = LeafConfig(name, load_yaml(entry.yaml_path, resolve_func=False), entry.yaml_path)
-            refusal = refusal_of_leaf(leaf)
+            leaf = TaskLeaf(name, load_yaml(entry.yaml_path, resolve_func=False), entry.yaml_path)
+            refusal = refusal_of(leaf.config, missing_requirements(leaf.function_files))
             rows.append((family, name, str(refusal.reason) if refusal else "supported"))
         except Exception as error:  # a crash is an outcome that the table counts
             rows.append((family, name, f"{CRASH}: {type(error).__name__}: {error}"))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.evaluation.document_order import interim_looks
+from mergegate.tasks.evaluation.values import interim_looks
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from mergegate.tasks.evaluation.document_order import interim_looks
+from mergegate.tasks.evaluation.values import interim_looks
 from mergegate.tasks.gate.alarms import ALARM_SHARE, Part
 from mergegate.tasks.gate.power import DrawnDrops, draw, passing_merges
 from mergegate.tasks.gate.sequential import plan_looks

@@ -42,12 +42,11 @@ from mergegate.tasks.evaluation import (
     find_backend,
     find_contaminated_documents,
     find_repetition,
-    is_file_name,
     preview,
     repetition_findings,
     require_examples,
     resolve_prompt_settings,
-    task_form,
+    task_tree,
 )
 from mergegate.tasks.gate import (
     ALL_PARENTS,
@@ -524,8 +523,7 @@ def kind_demands(profile: Profile, *, is_comparison: bool = False) -> tuple[Kind
     for guard in profile.evaluate.tasks if profile.evaluate else ():
         form: TaskForm = "text"
         with suppress(InvalidInput):  # A task that cannot be read is reported where it is pinned.
-            path = profile.root / guard.task if is_file_name(guard.task) else None
-            form = guard.built_in.form if guard.built_in else task_form(guard.task, path)
+            form = guard.built_in.form if guard.built_in else task_tree(guard.task, profile.root).form
         noun = "a picture task" if form == "pictures" else f"a {form} task"
         demands.append(KindDemand(f"evaluate.tasks: {guard.name or guard.task}", noun, form))
     backend = find_backend(profile.evaluate.scoring.backend) if profile.evaluate else None

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mergegate.tasks.evaluation import document_scores
-from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
-from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.evaluation.scoring import document_scores
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
 from mergegate.tasks.gate.drift import ModelLikelihoods
 from mergegate.tasks.gate.evidence import GatePlan, GuardEvidence, measure_guard
 from mergegate.tasks.gate.regression import judge_guards

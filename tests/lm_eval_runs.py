@@ -10,7 +10,7 @@ from unittest import mock
 
 import yaml
 
-from mergegate.tasks.evaluation.task_definition import read_definition
+from mergegate.tasks.evaluation.definitions.tree import task_tree
 
 # Fields that are not read from lm-eval's files.
 UNWRITTEN: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(
@@ -53,7 +53,7 @@ def evaluate_here(model: Any, definitions: Sequence[Path], scratch: Path, **opti
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     folder = prepare(definitions, scratch)
-    tasks = options.pop("tasks", None) or [read_definition(path).name for path in definitions]
+    tasks = options.pop("tasks", None) or [task_tree(path).name for path in definitions]
     if isinstance(model, Path):
         # Softmax in float32, as in mergegate; in bf16, near ties may resolve differently.
         arguments = {"pretrained": str(model), "dtype": "auto", "softmax_dtype": "float32"}
@@ -76,8 +76,8 @@ def prepare(definitions: Sequence[Path], scratch: Path) -> Path:
     folder = scratch / "include"
     folder.mkdir(parents=True, exist_ok=True)
     for path in definitions:
-        definition = read_definition(path)
-        data = {"data_files": definition.data_files, "cache_dir": str(scratch / "cache")}
-        config = {"include": str(path), "task": definition.name, "dataset_path": definition.dataset_path}
-        (folder / f"{definition.name}.yaml").write_text(yaml.safe_dump({**config, "dataset_kwargs": data}))
+        (leaf,) = task_tree(path).leaves
+        data = {"data_files": leaf.data_files, "cache_dir": str(scratch / "cache")}
+        config = {"include": str(path), "task": leaf.name, "dataset_path": leaf.dataset_path}
+        (folder / f"{leaf.name}.yaml").write_text(yaml.safe_dump({**config, "dataset_kwargs": data}))
     return folder

@@ -288,7 +288,7 @@ _READERS = {
     ),
     "files that are installed with mergegate or a library": (
         "merge_core.architecture.conversions merge_core.architecture.families merge_core.architecture.model_kinds "
-        "merge_core.methods.kernel_cache tasks.evaluation.lm_eval_index tasks.preflight.licenses.table "
+        "merge_core.methods.kernel_cache tasks.evaluation.definitions.tree tasks.preflight.licenses.table "
         "tasks.report.page"
     ),
     "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",

@@ -26,14 +26,7 @@ from mergegate.tasks.checkpoints import (
     find_checkpoint,
     pin_checkpoints,
 )
-from mergegate.tasks.evaluation import (
-    FetchedDataset,
-    TaskDataset,
-    fetch_datasets,
-    is_file_name,
-    named_data,
-    require_supported,
-)
+from mergegate.tasks.evaluation import FetchedDataset, TaskDataset, fetch_datasets, require_supported
 from mergegate.tasks.serve import (
     STEPS,
     RunningServer,
@@ -228,8 +221,8 @@ def fetch_profile_data(file: Path, console: Console) -> tuple[Path, list[Fetched
     root = (profile.root / profile.evaluate.data).absolute()
     datasets: list[TaskDataset] = []
     for task in profile.task_names():
-        require_supported(task, profile.root, code_allowed=task in profile.evaluate.allow_code)
-        datasets += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)
+        allowed = task in profile.evaluate.allow_code
+        datasets += require_supported(task, profile.root, code_allowed=allowed).datasets
     fetched: list[FetchedDataset] = []
 
     def note(dataset: FetchedDataset) -> None:

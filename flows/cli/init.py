@@ -48,7 +48,7 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError, escape_inv
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
-from mergegate.tasks.evaluation import AnyBuiltInTask, generates_answers, pin_built_in, pin_data, pin_task
+from mergegate.tasks.evaluation import AnyBuiltInTask, pin_built_in, pin_data, pin_task, task_tree
 from mergegate.tasks.gate import LAST_CHECKPOINT
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
 from mergegate.tasks.preflight import SAMPLE, describe_judging, sample_queries
@@ -194,7 +194,7 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
             documents=documents,
             is_sample=is_sample,
             guards=tuple(
-                replace(guard, prompt_settings=thinking.prompt_settings(generates_answers(guard.task, out)))
+                replace(guard, prompt_settings=thinking.prompt_settings(task_tree(guard.task, out).generates_answers))
                 if thinking and isinstance(guard.task, str)
                 else guard
                 for guard in _guards(request, parents, kind, out, console)

@@ -25,10 +25,10 @@ from mergegate.tasks.evaluation import (
     is_file_name,
     join_parts,
     precision_differences,
-    read_definition,
     read_task,
     require_same_conditions,
     score_table,
+    task_tree,
     write_document_scores,
 )
 from mergegate.tasks.gate import GatePlan, Guard, distinct_guards, gate, reference_models
@@ -163,7 +163,7 @@ def _guards(
                 remedy=suggest(guard.guarded_by, references),
             )
         is_file = is_file_name(guard.task)
-        task = read_definition((root / guard.task).absolute()).name if is_file else guard.task
+        task = task_tree(guard.task, root).name if is_file else guard.task
         reference = REFERENCE if alone else guard.guarded_by
         guards.append(guard.model_copy(update={"task": task, "guarded_by": reference}))
     return distinct_guards(guards)

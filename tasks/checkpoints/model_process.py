@@ -99,7 +99,7 @@ _IMPORT = "from mergegate.tasks.checkpoints.model_process import import_librarie
 _LIBRARIES = (
     "datasets",
     "lm_eval.tasks",
-    "mergegate.tasks.evaluation.harness",
+    "mergegate.tasks.evaluation.scoring.harness",
     "mergegate.tasks.perplexity.measurement",
     "accelerate",
     "transformers.modeling_utils",

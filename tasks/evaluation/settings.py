@@ -31,7 +31,7 @@ from mergegate.merge_core.parsing import LocalPath
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.backends.server import ServerSettings
 from mergegate.tasks.evaluation.backends.vllm import VllmSettings
-from mergegate.tasks.evaluation.document_order import CHUNK_SIZE
+from mergegate.tasks.evaluation.values import CHUNK_SIZE
 from mergegate.tasks.store import NotInKey
 
 _BACKEND_SETTINGS = ("vllm", "server")  # fields that belong to one backend each
@@ -58,9 +58,7 @@ _THINKING_SETTINGS = (*_TEMPLATE_SETTINGS, "think_end_token")
 _OWN_TEMPLATE_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
-def _check_template_arguments(
-    arguments: dict[str, GenerationValue] | None,
-) -> dict[str, GenerationValue] | None:
+def _check_template_arguments(arguments: dict[str, GenerationValue] | None) -> dict[str, GenerationValue] | None:
     for name in arguments or ():
         if name == "enable_thinking":
             raise ValueError("enable_thinking is a setting of its own: move it out of chat_template_args")
@@ -233,8 +231,7 @@ class PromptSettings(BaseModel):
     )
 
     enable_thinking: StrictBool | None = Field(
-        default=None,
-        description="Value of enable_thinking in the chat template. Default: evaluate.enable_thinking.",
+        default=None, description="Value of enable_thinking in the chat template. Default: evaluate.enable_thinking."
     )
     think_end_token: ThinkEndToken | None = Field(
         default=None, description="Text or token id that ends a thought. Default: evaluate.think_end_token."
@@ -330,6 +327,11 @@ def resolve_prompt_settings(task_settings: PromptSettings | None, scoring: Scori
         if is_chat
         else {},
     )
+
+
+def fewshot_count(own: int | None, requested: int | None) -> int | None:
+    """Return the number of few-shot examples. As on lm-eval's command line, a 0 that the task itself sets stays."""
+    return own if requested is None or own == 0 else requested
 
 
 def check_thinking(task: str, task_settings: PromptSettings | None, scoring: Scoring) -> None:

@@ -1,4 +1,4 @@
-"""Score one model on one task, as a cached stage that stores a score for every document.
+"""Score one model on one task, as cached stages that store a score for every document.
 
 The unit of caching is one model and one part of the documents of one task. Adding a task to a profile costs only that
 task, each parent is evaluated once, and a larger sample costs only the additional documents. All artifacts for one
@@ -8,32 +8,42 @@ model, task and scoring form a family in the store, from which interim looks are
     parts = evaluate_documents(model, tasks["gsm8k"], scoring, 500, runtime())      # first look
     parts = evaluate_documents(model, tasks["gsm8k"], scoring, 1000, runtime())     # second look: 500 more documents
     scores = join_parts(parts)
+
+Answers that were cut off are generated again with twice the budget (``lengthen_answers``). The scores of all other
+documents stay. The key is that of the earlier scores and the new budget, so a later run, and other interim looks, reuse
+the longer answers.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import NamedTuple
 from uuid import uuid4
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JOURNAL, JournalLocation, keep_only_journal
-from mergegate.merge_core.wording import format_count
 from mergegate.tasks.checkpoints import Model, files_fingerprint
-from mergegate.tasks.evaluation import process
-from mergegate.tasks.evaluation.backends import CUT_OFF, AnswerEnd, find_backend
-from mergegate.tasks.evaluation.choice_probability import PROBABILITY
-from mergegate.tasks.evaluation.document_order import (
+from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, find_backend
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring import harness, loading
+from mergegate.tasks.evaluation.scoring.document_scores import (
+    SCORES_FILE,
+    DocumentScore,
+    read_document_scores,
+    write_document_scores,
+)
+from mergegate.tasks.evaluation.scoring.harness import LongerAnswers, ScoringJob
+from mergegate.tasks.evaluation.scoring.lm_eval_tasks import BUDGET_NAMES
+from mergegate.tasks.evaluation.scoring.loading import CountLimit, TaskSize, revision_now
+from mergegate.tasks.evaluation.scoring.metrics import documents_of
+from mergegate.tasks.evaluation.scoring.scores import Scores, join_parts, prompt_cuts, summarize
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.values import (
+    DataSource,
     DocumentRange,
     Piece,
     cover_documents,
@@ -41,173 +51,13 @@ from mergegate.tasks.evaluation.document_order import (
     document_sort_key,
     sample_ranges,
 )
-from mergegate.tasks.evaluation.document_scores import (
-    SCORES_FILE,
-    DocumentScore,
-    read_document_scores,
-    write_document_scores,
-)
-from mergegate.tasks.evaluation.harness import ScoringJob
-from mergegate.tasks.evaluation.metrics import (
-    JudgedMetrics,
-    MetricSetting,
-    choose_metrics,
-    documents_of,
-    metrics_by_leaf,
-)
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_data import DataSource, TaskData, revision_now
-from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import Runtime, StageValue, advance, join_progress, stage, value_stage, versions
-from mergegate.tasks.store import Artifact, NotInKey
+from mergegate.tasks.store import Artifact
 
 # Modules of the packages that prepare pictures, by distribution.
 _PICTURE_LIBRARIES = {"pillow": "PIL", "torchvision": "torchvision"}
-
-
-class TaskScore(BaseModel):
-    """Score of one task under one metric, in [0, 1] for accuracies, with the standard error of the mean."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    task: str
-    metric: str  # lm-eval's label, such as 'acc,none' or 'exact_match,flexible-extract'
-    n: int  # number of documents
-    score: float
-    stderr: float
-    higher_is_better: bool
-
-
-class AnswerEnds(BaseModel):
-    """How the generated answers of one task ended."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    counts: dict[str, int]  # number of answers by ``AnswerEnd.reason``
-    budgets: tuple[int, ...] = ()  # token limits that answers reached, ascending
-    measured: int = 0  # number of answers of known length
-    tokens: int = 0  # their length in tokens
-    thinking: int | None = None  # tokens of their thoughts; None: no setting tells what a thought is
-    unfinished_thoughts: int = 0  # number of answers that were cut off before a thought ended
-    regenerated: int = 0  # number of answers that were generated again with a larger budget
-    largest_budget: int | None = None  # largest budget of these answers; None: there are none
-
-    @property
-    def answers(self) -> int:
-        """Number of answers with a known end."""
-        return sum(count for reason, count in self.counts.items() if reason)
-
-    @property
-    def cut_off(self) -> int:
-        """Number of answers that a token limit or the end of the context cut off."""
-        return sum(self.counts.get(reason, 0) for reason in CUT_OFF)
-
-    @property
-    def mean_tokens(self) -> float | None:
-        """Mean length of an answer in tokens, thought included; None if no length is known."""
-        return self.tokens / self.measured if self.measured else None
-
-    def describe_length(self) -> str:
-        """Return ``33 tokens per answer, 84 % of them thoughts``, or an empty text if no length is known."""
-        if (mean := self.mean_tokens) is None:
-            return ""
-        thinking = f", {100 * self.thinking / self.tokens:.0f} % of them thoughts" if self.thinking else ""
-        unfinished = (
-            f"; {self.unfinished_thoughts:,} of {self.answers:,} answers end within a thought and count as no answer"
-            if self.unfinished_thoughts
-            else ""
-        )
-        return f"{mean:,.0f} tokens per answer{thinking}{unfinished}"
-
-    def describe(self) -> str:
-        """Return ``58 of 60 answers reached max_gen_toks (24)``, or an empty text if no answer was cut off."""
-        if not self.cut_off:
-            return ""
-        limits = []
-        if "length" in self.counts:
-            budgets = " to ".join(map(str, dict.fromkeys(self.budgets[:1] + self.budgets[-1:])))
-            limits.append(f"max_gen_toks ({budgets})" if budgets else "max_gen_toks")
-        if "context" in self.counts:
-            limits.append("the end of the context")
-        return f"{self.cut_off:,} of {self.answers:,} answers reached {' or '.join(limits)}"
-
-    def describe_regeneration(self) -> str:
-        """Return ``97 answers generated again with up to 80 tokens``, or an empty text if there are none."""
-        if self.largest_budget is None:
-            return ""
-        answers = format_count(self.regenerated, "answer")
-        return f"{answers} generated again with up to {self.largest_budget:,} tokens"
-
-
-class PromptCuts(BaseModel):
-    """Number of documents of one task whose prompt was truncated to fit into the context of the model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    documents: int  # number of documents for which this is known
-    cut: int  # number of documents with a truncated prompt
-    largest: int  # largest number of tokens that were removed from a prompt
-
-    def describe(self) -> str:
-        """Return ``58 of 400 prompts were truncated, by up to 12 tokens``, or an empty text if all prompts fit."""
-        if not self.cut:
-            return ""
-        return f"{self.cut:,} of {self.documents:,} prompts were truncated, by up to {self.largest:,} tokens"
-
-
-class Scores(StageValue):
-    """Scores of one model.
-
-    The artifact contains ``outcomes.parquet`` with one row per document and metric and the columns of
-    ``DocumentScore``.
-    """
-
-    model: Annotated[str, NotInKey]
-    tasks: tuple[TaskScore, ...]
-    lm_eval_version: str
-    part: DocumentRange | None = None  # range of the task's documents; None for scores joined from several parts
-    seed: int = 0  # seed of the order in which the documents were scored
-    seconds: Annotated[float | None, NotInKey] = None  # time to load the model and score the part; None: not measured
-    data: dict[str, TaskData] = Field(default_factory=dict)  # data by task; empty for results that lm-eval wrote
-    ends: dict[str, AnswerEnds] = Field(default_factory=dict)  # by task, for tasks with generated answers
-    prompts: dict[str, PromptCuts] = Field(default_factory=dict)  # by task, if the backend counts truncated prompts
-
-    def summary(self) -> str:
-        own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # accuracy, not confidence
-        names = [score.task for score in own]
-        scores = [
-            f"{score.task} {score.metric.partition(',')[0]} {100 * score.score:.1f}"
-            if names.count(score.task) > 1
-            else f"{score.task} {100 * score.score:.1f}"
-            for score in own
-        ]
-        ends = [
-            text
-            for ends in self.ends.values()
-            for text in (
-                ends.describe_length() if ends.thinking else "",
-                ends.describe_regeneration(),
-                ends.describe(),
-            )
-        ]
-        prompts = [cuts.describe() for cuts in self.prompts.values()]
-        return " · ".join([*scores, *(text for text in (*ends, *prompts) if text)])
-
-
-class TaskSize(StageValue):
-    """Number of documents in a task, its metrics, and the digest that pins the documents."""
-
-    documents: int
-    data: TaskData
-    metrics: dict[str, dict[str, bool]]  # by leaf: metrics that can judge it, and whether higher is better
-
-    def summary(self) -> str:
-        return f"{self.documents:,}"
-
-    def pin(self, task: EvalTask) -> EvalTask:
-        """Return ``task`` with its data pinned."""
-        data = {"data_digest": self.data.digest, "sources": self.data.sources, "documents": self.documents}
-        return task.model_copy(update=data)
+_CHOICES = 4.0  # default number of choices of a document
+GENERATED = 30.0  # cost of a generated answer relative to a choice, from GSM8K and MMLU on one CPU
 
 
 class TaskSources(StageValue):
@@ -217,14 +67,6 @@ class TaskSources(StageValue):
 
     def summary(self) -> str:
         return ", ".join(dict.fromkeys(source.path for source in self.sources))
-
-
-class CountLimit(BaseModel):
-    """Time limit for loading the data of a task."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    seconds: Annotated[float | None, NotInKey] = None
 
 
 @stage("evaluate", version=7, subject="model", resumable=True, apart="part")
@@ -241,34 +83,34 @@ def evaluate(
             scoring process died.
         Refused: If scoring takes longer than ``scoring.time_limit``.
     """
-    keep_only_journal(out)
-    endpoint = scoring.server.at(model.name) if scoring.server else None
     began = time.monotonic()
-    # The server is not part of the key, but a run must not resume answers that another server gave.
-    key = f"{evaluate.key(model, task, scoring, part, runtime)} {endpoint!r} {files_fingerprint([model])}"
-    job = ScoringJob(model, task, scoring, part, runtime.device, JournalLocation(out / JOURNAL, key))
-    rows = process.score_in_child(job, lambda done, total: advance(done, total, f"requests of {task.name}"))
+    key = evaluate.key(model, task, scoring, part, runtime)
+    job = ScoringJob(model, task, scoring, part, runtime.device, _journal(out, key, model, scoring))
+    rows = harness.score_in_child(job, lambda done, total: advance(done, total, f"requests of {task.name}"))
     write_document_scores(out / SCORES_FILE, rows)
     return Scores(
         model=model.name,
-        tasks=score_table(task.name, rows),
         lm_eval_version=versions("lm_eval")["lm_eval"],
         part=part,
         seed=scoring.seed,
         seconds=time.monotonic() - began,
         data={task.name: task.data} if task.data else {},
-        ends=answer_ends(task.name, rows),
         prompts=prompt_cuts(task.name, rows),
+        **summarize(task.name, rows),
     )
+
+
+def _journal(out: Path, key: str, model: Model, scoring: Scoring) -> JournalLocation:
+    """Keep only the journal in ``out``, and return its location."""
+    keep_only_journal(out)
+    # The server is not part of the key, but a run must not resume answers that another server gave.
+    endpoint = scoring.server.at(model.name) if scoring.server else None
+    return JournalLocation(out / JOURNAL, f"{key} {endpoint!r} {files_fingerprint([model])}")
 
 
 @stage("excerpt", version=3)
 def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
-    """Extract the scores for ``part``, a range within that of the artifact, as if only it had been evaluated.
-
-    Raises:
-        InvalidInput: If the artifact lacks documents, because the positions of the others are then unknown.
-    """
+    """Extract the scores for ``part``, a range within that of the artifact, as if only it had been evaluated."""
     value, rows = scores.value, read_document_scores(scores.directory / SCORES_FILE)
     documents = sorted(documents_of(rows), key=lambda document: document_sort_key(document[0], document[1], value.seed))
     if value.part is None or len(documents) != len(value.part):
@@ -282,14 +124,8 @@ def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
     selected_rows = [row for row in rows if (row.task, row.doc_id) in selected]
     write_document_scores(out / SCORES_FILE, selected_rows)
     task = value.tasks[0].task
-    update = {
-        "tasks": score_table(task, selected_rows),
-        "ends": answer_ends(task, selected_rows),
-        "prompts": prompt_cuts(task, selected_rows),
-        "part": part,
-        "seconds": None,
-    }
-    return value.model_copy(update=update)
+    update = {**summarize(task, selected_rows), "prompts": prompt_cuts(task, selected_rows)}
+    return value.model_copy(update={**update, "part": part, "seconds": None})
 
 
 def evaluate_documents(
@@ -300,7 +136,7 @@ def evaluate_documents(
     ``documents`` counts from the start of the task's sample. None, or a number larger than the task has, means all
     documents. The artifacts are in the order of the sample.
     Documents with stored scores are not evaluated again, even if they were divided into other parts (see
-    ``document_order.cover_documents``). A stored part that extends beyond ``documents`` contributes an excerpt. Raises
+    ``cover_documents``). A stored part that extends beyond ``documents`` contributes an excerpt. Raises
     the same errors as ``evaluate``.
     """
     task = pin_data(task, scoring.time_limit)
@@ -362,13 +198,8 @@ def _with_libraries(task: EvalTask, scoring: Scoring, runtime: Runtime) -> Runti
 
 @value_stage("sources", version=1, subject="task")
 def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
-    """Load ``task`` once to find the datasets to which its definition refers.
-
-    Raises:
-        InvalidInput: If the data cannot be loaded.
-        Refused: If loading takes longer than ``limit``.
-    """
-    sources = process.inspect_in_child(task, limit.seconds).data.sources
+    """Load ``task`` once to find the datasets to which its definition refers."""
+    sources = loading.inspect_in_child(task, limit.seconds).data.sources
     return TaskSources(sources=tuple(source.model_copy(update={"revision": ""}) for source in sources))
 
 
@@ -382,9 +213,7 @@ def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) ->
         InvalidInput: If the data cannot be loaded.
         Refused: If loading takes longer than ``limit``.
     """
-    loaded = process.inspect_in_child(task, limit.seconds)
-    metrics = {leaf: dict(labels) for leaf, labels in loaded.metrics.items()}
-    return TaskSize(documents=loaded.documents, data=loaded.data, metrics=metrics)
+    return loading.inspect_in_child(task, limit.seconds)
 
 
 def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:
@@ -422,236 +251,134 @@ def find_pinned_data(task: EvalTask) -> EvalTask | None:
     return size.value.pin(task) if size else None
 
 
-@dataclass(frozen=True)
-class TaskScores:
-    """Scores of one model on one task, joined from all parts.
+@stage("regenerate", version=1, subject="model", resumable=True)
+def regenerate(
+    out: Path,
+    model: Model,
+    task: EvalTask,
+    scoring: Scoring,
+    scores: Artifact[Scores],
+    budgets: Mapping[str, int],
+    runtime: Runtime,
+) -> Scores:
+    """Generate the cut-off answers in ``scores`` again, with the token budget of each leaf in ``budgets``.
 
-    ``location`` names the scores in messages, such as ``'gsm8k: scores of merge'``. ``parts`` are in the order of the
-    sample (see ``evaluate_documents``).
+    The result has the scores of all documents. An interrupted run resumes from its journal.
+
+    Raises:
+        InvalidInput: See ``evaluate``; also if a prompt differs from that of the first answer.
+        Refused: If scoring takes longer than ``scoring.time_limit``.
     """
-
-    location: str
-    task: str
-    parts: tuple[Artifact[Scores], ...]
-
-    @cached_property
-    def rows(self) -> tuple[DocumentScore, ...]:
-        """Score of every document under every metric, in scoring order.
-
-        The order does not depend on how the documents were divided into parts. The bounds for graded scores process
-        documents one by one: their order must be unrelated to the scores, and one look must precede the next.
-
-        Raises:
-            InvalidInput: If two parts contain the same document.
-        """
-        together = tuple(
-            row
-            for part in self.parts
-            for row in sorted(
-                read_document_scores(part.directory / SCORES_FILE),
-                key=lambda row: document_sort_key(row.task, row.doc_id, part.value.seed),
-            )
-        )
-        if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
-            raise InvalidInput(self.location, found="parts with the same documents", expected="each document once")
-        return together
-
-    @property
-    def lm_eval_version(self) -> str:
-        """Version of lm-eval, which is the same for all parts (see ``by_task``)."""
-        return self.parts[0].value.lm_eval_version
-
-    @property
-    def data(self) -> TaskData | None:
-        """Data of the evaluated task, the same for all parts; None for results that lm-eval wrote."""
-        return self.parts[0].value.data.get(self.task)
-
-    @property
-    def documents(self) -> int:
-        """Number of scored documents, over all tasks of a group."""
-        return len({(row.task, row.doc_id) for row in self.rows})
-
-    def table(self) -> tuple[TaskScore, ...]:
-        """Return the mean and standard error under each metric."""
-        if len(self.parts) == 1:
-            return self.parts[0].value.tasks
-        return score_table(self.task, self.rows)
-
-    @property
-    def sample_start(self) -> int:
-        """Position in the task's order at which the scored sample starts."""
-        part = self.parts[0].value.part
-        return part.first if part else 0
-
-    @property
-    def requested_documents(self) -> int:
-        """Number of documents that should have scores; for results that lm-eval wrote, those that have them."""
-        ranges = [part.value.part for part in self.parts]
-        return sum(len(part) for part in ranges if part) if all(ranges) else self.documents
-
-    def metrics(self, setting: MetricSetting = None) -> JudgedMetrics:
-        """Return the metric that judges each leaf under the ``metric`` setting of a guard. See ``choose_metrics``."""
-        return choose_metrics(self.rows, setting, self.task)
-
-    def judge(self, metrics: JudgedMetrics) -> tuple[DocumentScore, ...]:
-        """Return one score per evaluated document, under the metric of its leaf.
-
-        Raises:
-            InvalidInput: If a document has no score.
-        """
-        if self.documents != self.requested_documents:
+    value, rows = scores.value, read_document_scores(scores.directory / SCORES_FILE)
+    assert value.part is not None  # mergegate scored these documents itself
+    before = {
+        (row.task, row.doc_id): row
+        for row in rows
+        if row.is_cut_off and "context" not in row.ended and row.budgets[-1] < budgets.get(row.task, 0)
+    }
+    documents = {leaf: sorted(doc_id for task_name, doc_id in before if task_name == leaf) for leaf, _ in before}
+    began = time.monotonic()
+    journal = _journal(out, regenerate.key(model, task, scoring, scores, budgets, runtime), model, scoring)
+    longer_answers = LongerAnswers(documents, budgets)
+    job = ScoringJob(model, task, scoring, value.part, runtime.device, journal, longer_answers)
+    longer: dict[tuple[str, int, str], DocumentScore] = {}
+    for row in harness.score_in_child(job, lambda done, total: advance(done, total, f"answers of {task.name}")):
+        old = before[row.task, row.doc_id]
+        if row.prompt_hash != old.prompt_hash:
             raise InvalidInput(
-                self.location,
-                found=f"{self.documents:,} scored documents",
-                expected=f"{self.requested_documents:,}, the number of evaluated documents",
+                f"{task.name}: longer answers of {model.name}",
+                found=f"another prompt for document {row.doc_id} of {row.task}",
+                expected="the prompt of the first answer",
                 remedy="delete 'evaluate' from the store and run again",
             )
-        return metrics.judge(self.rows, self.location)
-
-
-def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
-    """Join the parts of each task, and return the scores of one model by task, in order of first occurrence.
-
-    ``model`` is the model's name in messages, because an artifact may have been created under a different name.
-
-    Raises:
-        InvalidInput: If the parts of a task come from different versions of lm-eval or from different data.
-    """
-    grouped: dict[str, list[Artifact[Scores]]] = {}
-    for part in parts:
-        grouped.setdefault(part.value.tasks[0].task, []).append(part)
-    joined = {}
-    for task, group in grouped.items():
-        location = f"{task}: scores of {model}"
-        _check_one_version(location, group)
-        if len({data.digest for part in group if (data := part.value.data.get(task))}) > 1:
-            raise InvalidInput(
-                location,
-                found="parts measured on different data",
-                expected="the same documents, examples and templates in all parts",
-                remedy="the dataset of the task was replaced: evaluate again",
-            )
-        joined[task] = TaskScores(location, task, tuple(group))
-    return joined
-
-
-def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
-    """Combine all parts of each task into the scores of one model, in order of first occurrence.
-
-    Raises:
-        InvalidInput: If the parts come from different versions of lm-eval.
-    """
-    value = artifacts[0].value
-    _check_one_version(f"scores of {value.model}", artifacts)
-    joined = by_task(value.model, artifacts)
-    scores = tuple(score for task_scores in joined.values() for score in task_scores.table())
-    data = {task: task_scores.data for task, task_scores in joined.items() if task_scores.data}
-    part = value.part if len(artifacts) == 1 else None
-    ends: dict[str, AnswerEnds] = {}
-    for task, new in (item for artifact in artifacts for item in artifact.value.ends.items()):
-        old = ends.get(task, AnswerEnds(counts={}))
-        thoughts = [part.thinking for part in (old, new) if part.thinking is not None]
-        ends[task] = AnswerEnds(
-            counts=Counter(old.counts) + Counter(new.counts),
-            budgets=tuple(sorted({*old.budgets, *new.budgets})),
-            measured=old.measured + new.measured,
-            tokens=old.tokens + new.tokens,
-            thinking=sum(thoughts) if thoughts else None,
-            unfinished_thoughts=old.unfinished_thoughts + new.unfinished_thoughts,
-            regenerated=old.regenerated + new.regenerated,
-            largest_budget=max(filter(None, (old.largest_budget, new.largest_budget)), default=None),
-        )
-    prompts: dict[str, PromptCuts] = {}
-    for task, cuts in (item for artifact in artifacts for item in artifact.value.prompts.items()):
-        known = prompts.get(task, PromptCuts(documents=0, cut=0, largest=0))
-        prompts[task] = PromptCuts(
-            documents=known.documents + cuts.documents,
-            cut=known.cut + cuts.cut,
-            largest=max(known.largest, cuts.largest),
-        )
-    update = {"tasks": scores, "data": data, "part": part, "seconds": None, "ends": ends, "prompts": prompts}
+        longer[row.task, row.doc_id, row.metric] = row._replace(budgets=(*old.budgets, *row.budgets))
+    joined = [longer.get((row.task, row.doc_id, row.metric), row) for row in rows]
+    write_document_scores(out / SCORES_FILE, joined)
+    update = {"model": model.name, "seconds": time.monotonic() - began, **summarize(task.name, joined)}
     return value.model_copy(update=update)
 
 
-def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnds]:
-    """Return how the generated answers in ``rows`` ended, keyed by ``task``; empty if there are none."""
-    documents = {(row.task, row.doc_id): row for row in rows}.values()  # a document has one row per metric
-    endings = [
-        AnswerEnd(reason, tokens, thinking)  # type: ignore[arg-type]  # the table stores texts
-        for row in documents
-        for reason, tokens, thinking in zip_longest(row.ended, row.answer_tokens, row.thinking_tokens)
-    ]
-    if not endings:
-        return {}
-    budgets = {
-        budget
-        for row in documents
-        for reason, tokens in zip(row.ended, row.answer_tokens, strict=True)
-        if reason == "length" and (budget := row.budgets[-1] if row.budgets else tokens) is not None
-    }
-    again = [row for row in documents if len(row.budgets) > 1]
-    lengths = [end.tokens for end in endings if end.tokens is not None]
-    thoughts = [end.thinking for end in endings if end.thinking is not None]
-    ends = AnswerEnds(
-        counts=dict(sorted(Counter(end.reason for end in endings).items())),
-        budgets=tuple(sorted(budgets)),
-        regenerated=sum(len(row.ended) for row in again),
-        largest_budget=max((row.budgets[-1] for row in again), default=None),
-        measured=len(lengths),
-        tokens=sum(lengths),
-        thinking=sum(thoughts) if thoughts else None,
-        unfinished_thoughts=sum(end.is_unfinished_thought for end in endings),
-    )
-    return {task: ends}
+def lengthen_answers(
+    model: Model,
+    task: EvalTask,
+    scoring: Scoring,
+    artifacts: Sequence[Artifact[Scores]],
+    doublings: int,
+    limit: int | None,
+    runtime: Runtime,
+) -> list[Artifact[Scores]]:
+    """Return the artifacts with their cut-off answers generated again, with a budget that doubles ``doublings`` times.
 
-
-def prompt_cuts(task: str, rows: Sequence[DocumentScore]) -> dict[str, PromptCuts]:
-    """Return how many prompts in ``rows`` were truncated, keyed by ``task``; empty if that is unknown."""
-    documents = {(row.task, row.doc_id): row for row in rows}.values()
-    cuts = [row.prompt_cut for row in documents if row.prompt_cut is not None]
-    if not cuts:
-        return {}
-    return {task: PromptCuts(documents=len(cuts), cut=sum(cut > 0 for cut in cuts), largest=max(cuts))}
-
-
-def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:
-    """Return the mean and standard error of every metric over the documents that have it.
-
-    The result does not depend on the division of documents into parts. If the leaves of a group are judged by different
-    metrics, the first entry covers all documents, each under the metric of its leaf.
+    ``limit`` is the largest budget (see ``DocumentScore.next_budget``). An artifact without answers that may be longer
+    is returned unchanged. Raises the same errors as ``regenerate``.
     """
-    table = []
-    judging = choose_metrics(rows, None, task)
-    if judging.by_leaf_if_different and len(judged_rows := judging.select(rows)) == len(documents_of(rows)):
-        table.append(_task_score(task, judging.label, [row.outcome for row in judged_rows], judging.higher_is_better))
-    labels = metrics_by_leaf(rows)
-    for metric in dict.fromkeys(name for metrics in labels.values() for name in metrics):
-        leaf_metrics = JudgedMetrics(
-            {leaf: (metric, leaf_labels[metric]) for leaf, leaf_labels in labels.items() if metric in leaf_labels}
-        )
-        scores = [row.outcome for row in leaf_metrics.select(rows)]
-        table.append(_task_score(task, metric, scores, leaf_metrics.higher_is_better))
-    return tuple(table)
+    runtime = with_backend(scoring, runtime)
+    lengthened = list(artifacts)
+    for index in range(len(lengthened)):
+        for _ in range(doublings):
+            artifact = lengthened[index]
+            if not any(ends.counts.get("length") for ends in artifact.value.ends.values()):
+                break
+            rows = read_document_scores(artifact.directory / SCORES_FILE)
+            budgets = {row.task: budget for row in rows if (budget := row.next_budget(limit)) is not None}
+            if not budgets:
+                break
+            lengthened[index] = regenerate(model, task, scoring, artifact, budgets, runtime)
+    return lengthened
 
 
-def _check_one_version(location: str, parts: Sequence[Artifact[Scores]]) -> None:
-    versions_found = sorted({part.value.lm_eval_version for part in parts})
-    if len(versions_found) > 1:
-        raise InvalidInput(
-            location, found=f"parts from lm-eval {' and '.join(versions_found)}", expected="one version of lm-eval"
-        )
+class DocumentCost(NamedTuple):
+    """Average cost of one document of a task for a model."""
+
+    readings: float  # number of times that the model reads the prompt, each time with a different answer
+    written: float  # number of tokens that the model generates
 
 
-def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:
-    n = len(values)
-    # fsum is exact, so the result has the same bits however the documents were divided into parts.
-    mean = math.fsum(values) / n
-    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
-    return TaskScore(
-        task=task,
-        metric=metric,
-        n=n,
-        score=mean,
-        stderr=(variance / n) ** 0.5,
-        higher_is_better=higher_is_better,
-    )
+def estimate_document_cost(task: EvalTask) -> DocumentCost:
+    """Estimate the cost of a document from its task's definition and prompt settings, with defaults for the rest."""
+    own_settings = (task.prompt_settings.gen_kwargs if task.prompt_settings else None) or {}
+    costs = []
+    for leaf in () if task.built_in else task.tree.leaves:
+        choices, settings = leaf.config.get("doc_to_choice"), leaf.config.get("generation_kwargs")
+        if leaf.output_type == "multiple_choice":
+            costs.append(DocumentCost(len(choices) if isinstance(choices, list) else _CHOICES, 0))
+        elif leaf.output_type == "generate_until":
+            # The settings of the guard take precedence over those of the task.
+            sources = (own_settings, settings if isinstance(settings, Mapping) else {})
+            values = [source.get(name) for source in sources for name in BUDGET_NAMES]
+            limits = [value for value in values if isinstance(value, int)]
+            limit = limits[0] if limits else DEFAULT_BUDGET
+            costs.append(DocumentCost(1, limit / 2))  # most answers are shorter
+        else:
+            costs.append(DocumentCost(1, 0))
+    costs = costs or [DocumentCost(_CHOICES, 0)]
+    return DocumentCost(*(sum(part) / len(costs) for part in zip(*costs, strict=True)))
+
+
+def document_seconds(
+    tasks: Sequence[EvalTask], scores_by_task: Mapping[str, Sequence[Artifact[Scores]]]
+) -> dict[str, float]:
+    """Return the cost of one document of each task.
+
+    The unit is seconds if all tasks were measured, else documents of a choice task. Measurements and guesses are never
+    mixed, so that a run that is interrupted before everything is measured resumes in the same order. A guess depends
+    only on whether a task generates answers; a task that lm-eval ships counts as a choice task, as most of them are.
+    """
+    measured = {task.name: measured_seconds(scores_by_task.get(task.name, ())) for task in tasks}
+    if all(measured.values()):
+        return {name: 2.0 ** round(math.log2(seconds)) for name, seconds in measured.items() if seconds}
+    costs = {}
+    for task in tasks:
+        leaves = task.tree.leaves if task.definition else ()
+        generates = [leaf.output_type == "generate_until" for leaf in leaves]
+        costs[task.name] = sum(GENERATED if flag else 1.0 for flag in generates) / len(generates) if generates else 1.0
+    return costs
+
+
+def measured_seconds(measurements: Sequence[Artifact[Scores]]) -> float | None:
+    """Return the seconds per document, or None without measurements.
+
+    This is the smallest measurement, because the first one includes the time to load a model.
+    """
+    values = [scores.value for scores in measurements]
+    return min((value.seconds / len(value.part) for value in values if value.seconds and value.part), default=None)

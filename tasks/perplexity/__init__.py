@@ -1,6 +1,5 @@
 """Measure the likelihood of held-out text, document by document, under one model or under all parents together."""
 
-from mergegate.tasks.perplexity.ensemble import ensemble_gain_share, ensemble_likelihoods
 from mergegate.tasks.perplexity.measurement import (
     DocumentLikelihood,
     TokenizedText,
@@ -12,6 +11,8 @@ from mergegate.tasks.perplexity.settings import DriftLimits, Percentage, Perplex
 from mergegate.tasks.perplexity.stage import (
     LIKELIHOODS_FILE,
     Likelihoods,
+    ensemble_gain_share,
+    ensemble_likelihoods,
     perplexity,
     pin_documents,
     read_documents,

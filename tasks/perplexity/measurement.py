@@ -11,7 +11,6 @@ The journal stores each batch of windows, so that an interrupted run resumes wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -79,11 +78,11 @@ def measure(
         InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
     """
     texts, duplicates = read_distinct(documents, windows.documents)
+    # GGUF variants are evaluated in llama.cpp, all other models in transformers.
+    is_gguf = runs_in_llama_cpp(model)
     with (
-        _load(model, windows, device) as loaded,
-        open_journal(
-            location, lambda record: isinstance(record, list) and all(isinstance(value, float) for value in record)
-        ) as journal,
+        load_gguf(model) if is_gguf else load_model(model, dtype=windows.dtype, device=device) as loaded,
+        open_journal(location) as journal,
     ):
         reading = divide_documents(loaded, model, texts, windows)
         logliks = [0.0] * len(texts)
@@ -101,16 +100,6 @@ def measure(
         return TextMeasurement(
             document_rows(texts, reading, logliks), tokenizer_digest(loaded.tokenizer), reading.length, duplicates
         )
-
-
-def _load(model: Model, windows: WindowSettings, device: str) -> AbstractContextManager[LoadedModel]:
-    """Load a model where it is evaluated: GGUF variants in llama.cpp, all other models in transformers."""
-    return load_gguf(model) if runs_in_llama_cpp(model) else load_model(model, dtype=windows.dtype, device=device)
-
-
-def _score_window(network: GgufNetwork, window: TextWindow) -> Sequence[float]:
-    first = len(window.inputs) - len(window.targets)
-    return network.gguf.log_probabilities(window.inputs[: first + 1], window.targets).values
 
 
 class TextWindow(NamedTuple):
@@ -148,16 +137,9 @@ class TokenizedText:
 
 
 def read_held_out(
-    loaded_model: LoadedModel,
-    model: Model,
-    documents: HeldOutText,
-    windows: WindowSettings,
+    loaded_model: LoadedModel, model: Model, documents: HeldOutText, windows: WindowSettings
 ) -> TokenizedText:
-    """Divide held-out documents into the windows in which a model reads them.
-
-    Raises:
-        InvalidInput: See ``measure``.
-    """
+    """Divide held-out documents into the windows in which a model reads them."""
     texts, _ = read_distinct(documents, windows.documents)
     reading = divide_documents(loaded_model, model, texts, windows)
     rows = tuple(row for row, tokens in enumerate(reading.tokens) if tokens)
@@ -175,11 +157,7 @@ class Reading(NamedTuple):
 def divide_documents(
     loaded_model: LoadedModel, model: Model, texts: Sequence[HeldOutDocument], windows: WindowSettings
 ) -> Reading:
-    """Divide documents into the windows in which ``model`` reads them.
-
-    Raises:
-        InvalidInput: If the tokenizer does not belong to the weights, or produces no token for any document.
-    """
+    """Divide documents into the windows in which ``model`` reads them."""
     length = min(windows.max_length, loaded_model.context or windows.max_length)
     cut_windows: list[TextWindow] = []
     tokens = [0] * len(texts)
@@ -200,11 +178,7 @@ def divide_documents(
 
 
 def encode_text(loaded_model: LoadedModel, model: Model, text: str, *, with_specials: bool) -> list[int]:
-    """Return the tokens of a text, with the special tokens that the tokenizer adds if ``with_specials`` is true.
-
-    Raises:
-        InvalidInput: If the tokenizer does not belong to the weights.
-    """
+    """Return the tokens of a text, with the special tokens that the tokenizer adds if ``with_specials`` is true."""
     embeddings = loaded_model.embeddings
     encoded: list[int] = loaded_model.tokenizer.encode(text, add_special_tokens=with_specials)
     if encoded and max(encoded) >= embeddings:
@@ -235,12 +209,12 @@ def document_rows(
     """Return a row for each document with scored tokens."""
     return [
         DocumentLikelihood(
-            doc_id=document.doc_id,
-            loglik=logliks[row],
-            tokens=reading.tokens[row],
-            bytes=len(document.text.encode()),
-            hash=document.hash,
-            stratum=document.stratum,
+            document.doc_id,
+            logliks[row],
+            reading.tokens[row],
+            len(document.text.encode()),
+            document.hash,
+            document.stratum,
         )
         for row, document in enumerate(texts)
         if reading.tokens[row]
@@ -253,8 +227,12 @@ def read_batch(loaded_model: LoadedModel, batch: Sequence[TextWindow]) -> list[t
 
     network = loaded_model.network
     if isinstance(network, GgufNetwork):  # llama.cpp computes each window alone
-        return [torch.tensor(_score_window(network, window), dtype=torch.float64) for window in batch]
-
+        logliks = []
+        for window in batch:
+            context = window.inputs[: len(window.inputs) - len(window.targets) + 1]
+            values = network.gguf.log_probabilities(context, window.targets).values
+            logliks.append(torch.tensor(values, dtype=torch.float64))
+        return logliks
     longest = len(batch[0].inputs)
     ids = torch.zeros((len(batch), longest), dtype=torch.long)
     mask = torch.zeros_like(ids)

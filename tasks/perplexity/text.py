@@ -63,12 +63,22 @@ OwnDocument: TypeAlias = str | tuple[ChatMessage, ...]
 
 
 class HeldOutDocument(NamedTuple):
-    """One distinct document of held-out text."""
+    """One document of held-out text."""
 
     doc_id: int  # position in the file
-    text: str
-    hash: str  # 16 hex digits of the text without differences in white space
-    stratum: str  # language or source that the document names; empty if it names none
+    content: OwnDocument
+    stratum: str = ""  # language or source that the document names; empty if it names none
+
+    @property
+    def text(self) -> str:
+        """The text itself, or the joined messages of a conversation."""
+        content = self.content
+        return content if isinstance(content, str) else "\n".join(message.content for message in content)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits of the text without differences in white space."""
+        return hashlib.sha256(" ".join(self.text.split()).encode()).hexdigest()[:16]
 
 
 class DistinctDocuments(NamedTuple):
@@ -83,21 +93,17 @@ def read_distinct(documents: HeldOutText, limit: int | None) -> DistinctDocument
 
     Texts that differ only in white space are equal. A repeated document adds no information, but it would count as an
     independent one.
-
-    Raises:
-        InvalidInput: See :func:`read_texts`.
     """
     distinct: dict[str, HeldOutDocument] = {}
     duplicates = 0
-    for doc_id, document in _entries(documents):
-        text = _text_in(document.content)
-        text_hash = hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
+    for document in _documents_in(documents):
+        text_hash = document.hash
         if text_hash in distinct:
             duplicates += 1
         elif len(distinct) == limit:
             break
         else:
-            distinct[text_hash] = HeldOutDocument(doc_id, text, text_hash, document.stratum)
+            distinct[text_hash] = document
     return DistinctDocuments(tuple(distinct.values()), duplicates)
 
 
@@ -109,40 +115,29 @@ def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, st
     Raises:
         InvalidInput: If the file changed after it was pinned, a line is malformed, or there is no document.
     """
-    return tuple((position, _text_in(document.content)) for position, document in islice(_entries(documents), limit))
+    return tuple((document.doc_id, document.text) for document in islice(_documents_in(documents), limit))
 
 
 def read_documents_verbatim(documents: HeldOutText, limit: int | None) -> tuple[OwnDocument, ...]:
     """Return the same documents as :func:`read_texts`, in their original form: texts or conversations."""
-    return tuple(document.content for _, document in islice(_entries(documents), limit))
+    return tuple(document.content for document in islice(_documents_in(documents), limit))
 
 
-class _Line(NamedTuple):
-    """One document of a file."""
-
-    content: OwnDocument
-    stratum: str = ""
-
-
-def _text_in(document: OwnDocument) -> str:
-    return document if isinstance(document, str) else "\n".join(message.content for message in document)
-
-
-def _entries(documents: HeldOutText) -> Iterator[tuple[int, _Line]]:
-    """Yield the documents that are not empty, with their positions in the file."""
+def _documents_in(documents: HeldOutText) -> Iterator[HeldOutDocument]:
+    """Yield the documents that are not empty."""
     content = read_plain(documents.path, MAX_DATA_BYTES)
     if hashlib.sha256(content).hexdigest() != documents.sha256:
         raise InvalidInput(str(documents.path), found="a file that changed during the run", remedy="run again")
-    entries = ((at, entry) for at, entry in enumerate(_split(content, documents)) if _text_in(entry.content).strip())
+    found = (document for document in _split(content, documents) if document.text.strip())
     if documents.only:
-        all_entries = list(entries)
-        texts = [(at, _text_in(entry.content)) for at, entry in all_entries]
+        every = list(found)
+        texts = [(document.doc_id, document.text) for document in every]
         selected = split_documents(texts, documents.only.division, "perplexity")[documents.only.name]
-        entries = ((at, entry) for at, entry in all_entries if at in selected)
+        found = (document for document in every if document.doc_id in selected)
     at_least_one = False
-    for at, entry in entries:
+    for document in found:
         at_least_one = True
-        yield at, entry
+        yield document
     if not at_least_one:
         raise InvalidInput(str(documents.path), found="no document", expected="held-out text")
 
@@ -196,18 +191,20 @@ def pin_text(
     return text.model_copy(update={"sha256": hashes.sha256(path)})
 
 
-def _split(content: bytes, documents: HeldOutText) -> Iterator[_Line]:
+def _split(content: bytes, documents: HeldOutText) -> Iterator[HeldOutDocument]:
     if documents.field:
         for number, line in enumerate(content.splitlines(), start=1):
-            yield _document_of_line(line, number, documents, _FIELD_SETTING) if line.strip() else _Line("")
+            if line.strip():
+                yield _document_of_line(line, number, documents, _FIELD_SETTING)
         return
     try:
-        yield from map(_Line, content.decode().replace("\r\n", "\n").split("\n\n"))
+        for doc_id, paragraph in enumerate(content.decode().replace("\r\n", "\n").split("\n\n")):
+            yield HeldOutDocument(doc_id, paragraph)
     except UnicodeDecodeError as error:
         raise InvalidInput(str(documents.path), found=f"not UTF-8: {error}", expected="text") from None
 
 
-def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str) -> _Line:
+def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str) -> HeldOutDocument:
     """Return the document in a line of JSON, or raise InvalidInput if there is none."""
     field = text.field
     document = parse_line(line, text.path, number)
@@ -216,7 +213,7 @@ def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str)
     stratum = "".join(character for character in stratum if character.isprintable())[:_STRATUM_CHARACTERS]
     value: Any = document.get(field)
     if isinstance(value, str):
-        return _Line(value, stratum)
+        return HeldOutDocument(number - 1, value, stratum)
     if text.conversations and isinstance(value, list):
         messages = []
         for item in value:
@@ -224,7 +221,7 @@ def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str)
                 case {"role": str(role), "content": str(content)}:
                     messages.append(ChatMessage(role, content))
         if len(messages) == len(value):
-            return _Line(tuple(messages), stratum)
+            return HeldOutDocument(number - 1, tuple(messages), stratum)
     kinds = "text or messages ({role, content})" if text.conversations else "text"
     raise InvalidInput(
         line_location(text.path, number),

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.evaluation.scoring.scores import TaskScore
+from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.gate.verdicts import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict, drop_sentence
 from mergegate.tasks.perplexity.stage import Likelihoods
 from mergegate.tasks.report import RunRecord, RunScore

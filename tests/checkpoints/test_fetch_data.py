@@ -12,8 +12,8 @@ from rich.console import Console
 from mergegate.flows.cli.evaluate import fetch_profile_data
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation import TaskDataset, fetch_datasets, named_data, pin_task
-from mergegate.tasks.evaluation.task_loading import inspect_data
+from mergegate.tasks.evaluation import TaskDataset, fetch_datasets, pin_task, task_tree
+from mergegate.tasks.evaluation.scoring.loading import inspect_data
 
 PROFILE = """\
 name: nightly
@@ -76,7 +76,7 @@ def test_a_task_finds_its_fetched_data(online: LookAlike, tmp_path: Path) -> Non
 @pytest.mark.story
 def test_a_dataset_that_the_hub_does_not_have_is_named(online: LookAlike, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="dataset baber/piqa"):
-        fetch_datasets(named_data("piqa", None), tmp_path / "data", lambda one: None)
+        fetch_datasets(task_tree("piqa").datasets, tmp_path / "data", lambda one: None)
 
 
 def test_datasets_of_yaml_files_and_of_a_sweep_are_fetched_too(online: LookAlike, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_partial_download_is_not_visible_and_resumes(
 ) -> None:
     add_letters(online, tmp_path / "letters", "letters")
     (tmp_path / "letters.yaml").write_text(LETTERS)
-    asked, data = named_data("letters", tmp_path / "letters.yaml"), tmp_path / "data"
+    asked, data = task_tree("letters.yaml", tmp_path).datasets, tmp_path / "data"
     online.set_faults([Fault("drop", times=100, path=r"/train\.jsonl")])
     with pytest.raises(InvalidInput, match="dataset acme/letters"):
         fetch_datasets(asked, data, lambda one: None)

@@ -22,17 +22,15 @@ from mergegate.merge_core.system import Capacity
 from mergegate.tasks.checkpoints import model_cache, model_process
 from mergegate.tasks.checkpoints.model import Model, files_fingerprint
 from mergegate.tasks.checkpoints.model_process import call_model_process, end_model_process, start_model_process
-from mergegate.tasks.evaluation import process
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.harness import ScoringJob
-from mergegate.tasks.evaluation.process import score_in_child
+from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.evaluation.scoring import harness
+from mergegate.tasks.evaluation.scoring.harness import ScoringJob, score_in_child
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import evaluate
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods
+from mergegate.tasks.evaluation.values import DocumentRange
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.settings import PerplexitySettings
-from mergegate.tasks.perplexity.stage import perplexity, pin_documents, read_documents
+from mergegate.tasks.perplexity.stage import ensemble_likelihoods, perplexity, pin_documents, read_documents
 from mergegate.tasks.perplexity.text import HeldOutText
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)]
@@ -111,7 +109,7 @@ class Killed(BaseException):
 def test_a_killed_stage_resumes_with_identical_results(
     tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mergegate.tasks.perplexity import ensemble, measurement
+    from mergegate.tasks.perplexity import measurement, stage
 
     models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(2))
     windows = WindowSettings(batch_size=5, max_length=9)
@@ -126,15 +124,13 @@ def test_a_killed_stage_resumes_with_identical_results(
         return read_batch(loaded, batch)
 
     monkeypatch.setattr(measurement, "read_batch", watched)
-    monkeypatch.setattr(ensemble, "read_batch", watched)
+    monkeypatch.setattr(stage, "read_batch", watched)
 
     def measured(name: str) -> measurement.TextMeasurement:
         place = JournalLocation(tmp_path / name / JOURNAL, "key")
         (tmp_path / name).mkdir(exist_ok=True)
         given = (documents, windows, "cpu", place, lambda done, total: None)
-        return (
-            ensemble._measure_together(models, *given) if kind == "together" else measurement.measure(models[0], *given)
-        )
+        return stage._measure_together(models, *given) if kind == "together" else measurement.measure(models[0], *given)
 
     try:
         wanted = measured("undisturbed")
@@ -178,7 +174,7 @@ def test_answers_of_one_server_are_not_resumed_with_another(
         places.append(job.journal)
         raise Killed
 
-    monkeypatch.setattr(process, "score_in_child", noted)
+    monkeypatch.setattr(harness, "score_in_child", noted)
     model = Model(name="merge", digest="0" * 64, directory=tmp_path)
     for url in ("http://one/v1", "http://two/v1", "http://one/v1"):
         scoring = Scoring.model_validate({"backend": "served", "server": {"url": url}})

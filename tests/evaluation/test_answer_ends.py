@@ -25,21 +25,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.answer_journal import attach_journal
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, hf, vllm
 from mergegate.tasks.evaluation.backends.answer_ends import answer_end
 from mergegate.tasks.evaluation.backends.server import _ends_in
-from mergegate.tasks.evaluation.document_scores import (
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
+from mergegate.tasks.evaluation.scoring.document_scores import (
     SCORES_FILE,
     DocumentScore,
     read_document_scores,
     write_document_scores,
 )
-from mergegate.tasks.evaluation.harness import LongerAnswers, score_documents
-from mergegate.tasks.evaluation.regeneration import lengthen_answers
+from mergegate.tasks.evaluation.scoring.harness import LongerAnswers, score_documents
+from mergegate.tasks.evaluation.scoring.scores import AnswerEnds, Scores, answer_ends
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import AnswerEnds, Scores, answer_ends, evaluate_documents, pin_data
-from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.stage import evaluate_documents, lengthen_answers, pin_data
 from mergegate.tasks.stage.stages import separate_store
 
 EOS = 2

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation import harness
-from mergegate.tasks.evaluation.answer_journal import attach_journal
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.backends.hf import shared_prefix_type
 from mergegate.tasks.evaluation.backends.shared_prefix import SharedRow
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring import harness
+from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 
 HF = find_backend("hf").computes_in
 

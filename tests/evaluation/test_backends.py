@@ -19,13 +19,13 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.backends import vllm
 from mergegate.tasks.evaluation.backends.server import ModelEndpoint, ServerSettings
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import score_documents
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring import harness
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.harness import score_documents
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.store.keys import digest
 
 
@@ -132,7 +132,7 @@ def test_an_unreachable_server_is_refused(model: Model, task: EvalTask) -> None:
 def test_the_scoring_process_reaches_servers(model: Model, task: EvalTask) -> None:
     with serving({"merge": model}) as server:
         job = scoring_job(model, task, (0, 40), backend="served", server={"url": server.url})
-        there = process.score_in_child(job, quiet)
+        there = harness.score_in_child(job, quiet)
     end_model_process()
     assert without_probability(there) == outcomes_by(model, task)
 

@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, chance_level, choice_from_log, probabilities
-from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
-from mergegate.tasks.evaluation.metrics import choose_metrics
+from mergegate.tasks.evaluation import DocumentScore, choose_metrics, pair_documents
 from mergegate.tasks.evaluation.results import find_results, read_task
+from mergegate.tasks.evaluation.scoring.metrics import AnsweredChoice, chance_level, choice_from_log, probabilities
 from mergegate.tasks.gate.evidence import measure_guard
 from mergegate.tasks.gate.settings import Guard
 

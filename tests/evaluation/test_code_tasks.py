@@ -21,10 +21,11 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation import EvalTask, pin_task
-from mergegate.tasks.evaluation.code_metric import CodeEval, pass_at
-from mergegate.tasks.evaluation.code_permission import allow_code
-from mergegate.tasks.evaluation.process import inspect_in_child, score_in_child
-from mergegate.tasks.evaluation.support import UnsupportedReason, refusal_of_leaf, require_supported, shipped_leaves
+from mergegate.tasks.evaluation.definitions.code import CodeEval, allow_code, pass_at
+from mergegate.tasks.evaluation.definitions.support import UnsupportedReason, refusal_of, require_supported
+from mergegate.tasks.evaluation.definitions.tree import task_tree
+from mergegate.tasks.evaluation.scoring.harness import score_in_child
+from mergegate.tasks.evaluation.scoring.loading import inspect_in_child
 from mergegate.tasks.gate import EvaluateSettings, Guard, pin_tasks
 from mergegate.tasks.sandbox import ProgramLimits
 
@@ -152,8 +153,8 @@ def test_unconfined_tasks_are_found_by_the_code_they_reach() -> None:
     refusals = {
         leaf.name: refusal
         for name in ("humaneval_64_instruct", "mbpp_plus", "cruxeval_input_cot", "longproc")
-        for leaf in shipped_leaves(name)
-        if (refusal := refusal_of_leaf(leaf, code_allowed=True))
+        for leaf in task_tree(name).leaves
+        if (refusal := refusal_of(leaf.config, code_allowed=True))
     }
     families = {name.rpartition("_")[0] for name in refusals}
     # These run eval() and g++ in the process that holds the models.

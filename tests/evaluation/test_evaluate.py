@@ -21,12 +21,12 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation import document_scores
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.metrics import default_metric
+from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.evaluation.scoring import document_scores
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.metrics import default_metric
+from mergegate.tasks.evaluation.scoring.scores import score_table
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import score_table
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.gate.settings import EvaluateSettings, Guard
 
 

@@ -23,8 +23,14 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import unload_models
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation import document_scores, process
-from mergegate.tasks.evaluation.document_order import (
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring import document_scores, harness, loading
+from mergegate.tasks.evaluation.scoring.document_scores import SCORES_FILE, DocumentScore
+from mergegate.tasks.evaluation.scoring.harness import ScoringJob
+from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScores, join_parts
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.stage import evaluate_documents, excerpt, pin_data
+from mergegate.tasks.evaluation.values import (
     DocumentRange,
     cover_documents,
     document_ranges,
@@ -32,11 +38,6 @@ from mergegate.tasks.evaluation.document_order import (
     order_documents,
     sample_ranges,
 )
-from mergegate.tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
-from mergegate.tasks.evaluation.harness import ScoringJob
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import Scores, TaskScores, evaluate_documents, excerpt, join_parts, pin_data
-from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.references import pin_tasks
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.stage.progress import progress_watcher
@@ -50,7 +51,8 @@ FIRST_TEN = Scoring(documents=10)  # of 40 documents: 10, then 10 more, then 20 
 def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run stages without Prefect and score in this process. Only the last test does as a run does."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(process, "call_model_process", call_here)
+    for module in (harness, loading):
+        monkeypatch.setattr(module, "call_model_process", call_here)
     with separate_store(tmp_path / "state"):
         yield
 
@@ -176,7 +178,7 @@ def test_no_document_is_scored_again_after_any_history(
         return tuple(rows)
 
     task = pin_data(task)
-    monkeypatch.setattr(process, "score_in_child", fake_score)
+    monkeypatch.setattr(harness, "score_in_child", fake_score)
     rng = random.Random(3)
     verdicts = []
     for run in range(12):

@@ -23,11 +23,11 @@ from traps import PROJECT, asked, ends, in_another_process, parent_of, write_tra
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints import model_cache, model_process
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation import harness, process
-from mergegate.tasks.evaluation.document_order import order_documents
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.metrics import documents_of
-from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring import harness, loading
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.metrics import documents_of
+from mergegate.tasks.evaluation.values import order_documents
 
 OUT_OF_MEMORY = ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size")
 PANIC = ("class Panic(BaseException): pass\nraise Panic('out of bounds')", "Panic: out of bounds", "")
@@ -57,16 +57,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> tuple[DocumentScore, ...]:
-    return process.score_in_child(scoring_job(model, task, (first, last), **scoring), quiet)
+    return harness.score_in_child(scoring_job(model, task, (first, last), **scoring), quiet)
 
 
 @pytest.mark.story
 def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, model: Model) -> None:
     job, told = scoring_job(model, pin(write_choices(tmp_path)), (5, 25)), list[tuple[int, int]]()
-    there = process.score_in_child(job, lambda *how_far: told.append(how_far))
+    there = harness.score_in_child(job, lambda *how_far: told.append(how_far))
     assert there == harness.score_documents(job, quiet)
     assert told[-1] == (40, 40)  # two choices per document
-    assert process.inspect_in_child(job.task).documents == 40
+    assert loading.inspect_in_child(job.task).documents == 40
 
 
 @pytest.mark.proof
@@ -184,21 +184,20 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
     write_trap(tmp_path, "pass", at=0)
     (tmp_path / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
     with pytest.raises(Refused, match="not finished after 2 s"):
-        process.inspect_in_child(pin(tmp_path / "trap.yaml"), 2)
+        loading.inspect_in_child(pin(tmp_path / "trap.yaml"), 2)
 
 
 FLOW = """
-from mergegate.tasks.evaluation import process
-from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.evaluation.metrics import documents_of
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation import EvalTask, Scoring
+from mergegate.tasks.evaluation.scoring import harness
+from mergegate.tasks.evaluation.scoring.harness import ScoringJob
+from mergegate.tasks.evaluation.scoring.metrics import documents_of
+from mergegate.tasks.evaluation.values import DocumentRange
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
 job = ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu")
-print(len(documents_of(process.score_in_child(job, lambda *_: None))))
+print(len(documents_of(harness.score_in_child(job, lambda *_: None))))
 """
 
 
@@ -269,7 +268,7 @@ note("watched")
 def test_the_scoring_process_imports_only_what_it_needs() -> None:
     """Prefect alone takes as long to import as everything else together."""
     script = (
-        "import sys; from mergegate.tasks.evaluation import harness, process; "
+        "import sys; from mergegate.tasks.evaluation.scoring import harness; "
         "from mergegate.tasks.checkpoints import Model, model_cache; "
         "print([name for name in ('prefect', 'torch', 'matplotlib', 'httpx') if name in sys.modules])"
     )

@@ -16,11 +16,11 @@ from tiny_models import words, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.results import find_results, read_task
-from mergegate.tasks.evaluation.stage import score_table
-from mergegate.tasks.evaluation.task_loading import inspect_data
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.loading import inspect_data
+from mergegate.tasks.evaluation.scoring.metrics import choose_metrics
+from mergegate.tasks.evaluation.scoring.scores import score_table
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "reverser"
 

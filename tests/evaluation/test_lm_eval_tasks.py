@@ -20,12 +20,11 @@ from tiny_models import write_jsonl
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation import support
-from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
-from mergegate.tasks.evaluation.mirror import find_dataset
-from mergegate.tasks.evaluation.task_datasets import TaskDataset
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
-from mergegate.tasks.evaluation.task_requirements import Requirements
+from mergegate.tasks.evaluation.definitions import support
+from mergegate.tasks.evaluation.definitions.datasets import TaskDataset, find_dataset
+from mergegate.tasks.evaluation.definitions.support import Requirements
+from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.evaluation.definitions.tree import shipped_names, task_tree
 
 PROJECT = Path(__file__).resolve().parents[2]
 CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list": [mean_of("acc")]}
@@ -34,7 +33,7 @@ CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list":
 # Reads files of tasks and groups without importing lm-eval's tasks or datasets, and then compares with lm-eval.
 READ = """
 import sys
-from mergegate.tasks.evaluation.lm_eval_index import read_shipped, shipped_names
+from mergegate.tasks.evaluation.definitions.tree import read_shipped, shipped_names
 names = shipped_names()
 files = [*[*names.tasks.values()][::500], *[*names.groups.values()][::50]]
 ours = [read_shipped(file) for file in files]
@@ -147,7 +146,7 @@ def test_the_extra_that_has_all_missing_packages_is_named(packages: tuple[str, .
 
 
 def test_mergegate_has_its_own_extras_under_the_names_of_lm_eval() -> None:
-    from mergegate.tasks.evaluation.task_requirements import OWN_EXTRAS
+    from mergegate.tasks.evaluation.definitions.support import OWN_EXTRAS
 
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     for name in OWN_EXTRAS:
@@ -179,16 +178,18 @@ def test_missing_nltk_data_is_reported_with_the_download_command(
 
 
 def test_groups_and_tags_stand_for_their_tasks() -> None:
-    assert len(shipped_leaves("mmlu")) == 57
-    assert [leaf.name for leaf in shipped_leaves("ai2_arc")] == ["arc_challenge", "arc_easy"]  # a tag
+    assert len(task_tree("mmlu").leaves) == 57
+    assert [leaf.name for leaf in task_tree("ai2_arc").leaves] == ["arc_challenge", "arc_easy"]  # a tag
     assert {"mmlu", "bbh", "leaderboard", "openllm", "gsm8k"} <= set(shipped_names())
-    assert {leaf.name for leaf in shipped_leaves("openllm")} >= {"arc_challenge", "gsm8k", "mmlu_virology"}
+    assert {leaf.name for leaf in task_tree("openllm").leaves} >= {"arc_challenge", "gsm8k", "mmlu_virology"}
 
 
 def test_settings_of_a_group_override_its_tasks() -> None:
-    (leaf,) = shipped_leaves("darija_summarization")
+    (leaf,) = task_tree("darija_summarization").leaves
     assert "metric_list" in leaf.overrides
-    assert [leaf.name for leaf in shipped_leaves("scrolls_qasper")] == ["scrolls_qasper"]  # its file also names a group
+    assert [leaf.name for leaf in task_tree("scrolls_qasper").leaves] == [
+        "scrolls_qasper"
+    ]  # its file also names a group
 
 
 class _Loaded:
@@ -236,7 +237,7 @@ def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytes
         except (TypeError, ValueError):
             unbuilt.append(name)
             continue
-        ours = {leaf.name: {**leaf.config, "task": leaf.name} for leaf in shipped_leaves(name)}
+        ours = {leaf.name: {**leaf.config, "task": leaf.name} for leaf in task_tree(name).leaves}
         texts = [{task: _as_text(config) for task, config in side.items()} for side in (ours, theirs)]
         if texts[0] != texts[1]:
             different.append(name)
@@ -246,7 +247,7 @@ def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytes
 
 @pytest.mark.parametrize("task", ["mmlu", "bbh", "gsm8k", "arc_easy", "hellaswag", "openllm"])
 def test_common_tasks_are_supported(task: str) -> None:
-    assert not [refusal for leaf in shipped_leaves(task) if (refusal := support.refusal_of_leaf(leaf))]
+    support.require_supported(task)
 
 
 @pytest.mark.parametrize(("task", "why"), [("humaneval", "code"), ("wikitext", "perplexity"), ("cola", "mcc")])
@@ -320,7 +321,7 @@ def test_task_files_in_the_documentation_are_valid(tmp_path: Path) -> None:
     assert score({"capital": "New Delhi"}, ["Delhi"]) == {"overlap": 0.5}
     (tmp_path / "several.yaml").write_text(several)
     support.require_supported("several.yaml", tmp_path)
-    leaves = read_definition(tmp_path / "several.yaml").leaves
+    leaves = task_tree(tmp_path / "several.yaml").leaves
     assert [leaf.name for leaf in leaves] == ["capitals_old", "capitals_asked"]
 
 

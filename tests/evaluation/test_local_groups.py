@@ -13,10 +13,10 @@ from tiny_models import make_model, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.lm_eval_tasks import quiet
-from mergegate.tasks.evaluation.support import require_declared_mean, require_supported
-from mergegate.tasks.evaluation.task_definition import read_definition
-from mergegate.tasks.evaluation.task_loading import load_task
+from mergegate.tasks.evaluation.definitions.support import require_declared_mean, require_supported
+from mergegate.tasks.evaluation.definitions.tree import task_tree
+from mergegate.tasks.evaluation.scoring.lm_eval_tasks import quiet
+from mergegate.tasks.evaluation.scoring.loading import load_task
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_task_list_equals_one_file_per_task(root: Path) -> None:
     assert list(found) == list(alone)
     assert [len(found[name]) for name in alone] == [5, 7, 7]
     assert found["shouted"] == [text.upper() for text in found["plain"]]
-    assert read_definition(root / "several.yaml").name == "several"
+    assert task_tree(root / "several.yaml").name == "several"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_group_includes_tasks_of_a_list_by_name_and_tag_and_overrides_their_se
     path = root / "g.yaml"
     path.write_text(f'group: g\ntask: {tasks}\ndoc_to_text: "{{{{word}}}}?"\n')
     found = asked(path)
-    assert [leaf.name for leaf in read_definition(path).leaves] == list(found) == names
+    assert [leaf.name for leaf in task_tree(path).leaves] == list(found) == names
     assert all(text.endswith("?") and text.islower() for texts in found.values() for text in texts)
     assert {name: len(texts) for name, texts in found.items()} == {name: 5 if name == "short" else 7 for name in names}
 
@@ -104,7 +104,7 @@ def test_all_files_of_a_task_list_or_a_group_are_pinned(root: Path, file: str, p
 def test_an_invalid_group_is_refused(root: Path, text: str, complaint: str) -> None:
     (root / "g.yaml").write_text(text)
     with pytest.raises(InvalidInput, match=complaint) as refused:
-        read_definition(root / "g.yaml")
+        task_tree(root / "g.yaml")
     assert str(root / "g.yaml") in refused.value.where
 
 
@@ -203,11 +203,11 @@ def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_p
 def test_a_group_key_in_a_task_file_is_refused_in_favor_of_a_tag(root: Path, group: str) -> None:
     (root / "labeled.yaml").write_text(f"include: base.yaml\ntask: labeled\ngroup: {group}\n")
     with pytest.raises(InvalidInput, match=r"labeled.yaml: group(.*\n)*.*rename 'group' to 'tag'"):
-        read_definition(root / "labeled.yaml")
+        task_tree(root / "labeled.yaml")
     (root / "labeled.yaml").write_text(f"include: base.yaml\ntask: labeled\ntag: {group}\n")
-    assert read_definition(root / "labeled.yaml").name == "labeled"
+    assert task_tree(root / "labeled.yaml").name == "labeled"
 
 
 def test_a_group_may_name_one_task_and_override_its_settings(root: Path) -> None:
     (root / "group.yaml").write_text("group: all\ntask: letters\ndoc_to_text: '{{word}}!'\n")
-    assert [leaf.name for leaf in read_definition(root / "group.yaml").leaves] == ["letters"]
+    assert [leaf.name for leaf in task_tree(root / "group.yaml").leaves] == ["letters"]

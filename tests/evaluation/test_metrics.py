@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
-from mergegate.tasks.evaluation.metrics import (
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, pair_documents
+from mergegate.tasks.evaluation.scoring.metrics import (
     check_all_scored,
     checked_score,
     choose_known_metrics,
@@ -20,7 +20,7 @@ from mergegate.tasks.evaluation.metrics import (
     default_metric,
     metrics_by_leaf,
 )
-from mergegate.tasks.evaluation.stage import score_table
+from mergegate.tasks.evaluation.scoring.scores import score_table
 from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import gate

@@ -13,11 +13,11 @@ from mergegate.flows.preflight import pin_profile_sweep
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation.lm_eval_tasks import quiet
-from mergegate.tasks.evaluation.support import pin_sound_tasks, require_examples
-from mergegate.tasks.evaluation.task_datasets import declared_dataset
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.evaluation.task_loading import inspect_data, load_task
+from mergegate.tasks.evaluation.definitions.datasets import declared_dataset
+from mergegate.tasks.evaluation.definitions.support import pin_sound_tasks, require_examples
+from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.evaluation.scoring.lm_eval_tasks import quiet
+from mergegate.tasks.evaluation.scoring.loading import inspect_data, load_task
 from mergegate.tasks.preflight import Evidence
 
 LETTERS: dict[str, Any] = {"dataset_path": "acme/letters", "test_split": "test", "output_type": "loglikelihood"}

@@ -24,7 +24,7 @@ from mergegate.tasks.checkpoints import LoadedModel, load_model, unload_models
 from mergegate.tasks.evaluation import pin_built_in
 from mergegate.tasks.evaluation.built_in import MtebTask, RetrievalTask, ranking, retrieval
 from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, score_texts
-from mergegate.tasks.evaluation.harness import score_documents
+from mergegate.tasks.evaluation.scoring.harness import score_documents
 
 Loader: TypeAlias = Callable[..., LoadedModel]
 GOOD = {"query": "w1 w2", "positives": ["w1"], "negatives": ["w3", "w4"]}

@@ -22,13 +22,12 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation import process
-from mergegate.tasks.evaluation.harness import score_documents
-from mergegate.tasks.evaluation.lm_eval_tasks import quiet as quiet_lm_eval
-from mergegate.tasks.evaluation.stage import CountLimit, count_task, data_revisions, pin_data
-from mergegate.tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.evaluation.task_loading import inspect_data, load_task
+from mergegate.tasks.evaluation import CountLimit, EvalTask, count_task, data_revisions, pin_data, pin_task
+from mergegate.tasks.evaluation.scoring import loading
+from mergegate.tasks.evaluation.scoring.harness import score_documents
+from mergegate.tasks.evaluation.scoring.lm_eval_tasks import quiet as quiet_lm_eval
+from mergegate.tasks.evaluation.scoring.loading import digest_of_leaves, inspect_data, load_task, revision_now
+from mergegate.tasks.evaluation.values import DataSource
 from mergegate.tasks.gate.settings import Guard
 
 REPO = "acme/letters"
@@ -103,7 +102,7 @@ def test_unchanged_data_is_not_loaded_again_and_a_new_commit_with_equal_document
     before = pin_data(task)
     end_model_process()
     with monkeypatch.context() as patch:
-        patch.setattr(process, "inspect_in_child", lambda *asked: pytest.fail("the data are loaded again"))
+        patch.setattr(loading, "inspect_in_child", lambda *asked: pytest.fail("the data are loaded again"))
         assert pin_data(task) == before
     hub.fetch(COMMITS[1], right=0)
     after = pin_data(task)

@@ -11,8 +11,9 @@ from tiny_models import write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation import task_definition
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
+from mergegate.tasks.evaluation.definitions import tree
+from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.evaluation.definitions.tree import task_tree
 from mergegate.tasks.gate.references import pin_tasks
 from mergegate.tasks.gate.settings import Guard
 
@@ -54,20 +55,20 @@ def test_a_moved_task_or_an_unrelated_file_in_the_directory_does_not_change_the_
 
 def test_the_version_of_lm_eval_is_in_every_digest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [pin(root, name).digest for name in ("letters.yaml", "gsm8k")]
-    monkeypatch.setattr(task_definition, "version", lambda name: "9.9")
+    monkeypatch.setattr(tree, "version", lambda name: "9.9")
     assert not {pin(root, name).digest for name in ("letters.yaml", "gsm8k")} & set(before)
 
 
 def test_data_paths_are_relative_to_the_file_that_names_them(root: Path, tmp_path: Path) -> None:
-    definition = read_definition(write_task(tmp_path / "other", "mine", include=str(root / "base.yaml")))
-    assert definition.data_files == {"test": str(root / "data" / "letters.jsonl")}
-    assert definition.is_local
+    (leaf,) = task_tree(write_task(tmp_path / "other", "mine", include=str(root / "base.yaml"))).leaves
+    assert leaf.data_files == {"test": str(root / "data" / "letters.jsonl")}
+    assert leaf.is_local
 
 
 def test_patterns_and_lists_of_data_files_are_all_hashed(tmp_path: Path) -> None:
     names = [write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}]).name for name in ("a1", "a2", "b")]
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": ["a*.jsonl", "b.jsonl"]}}}
-    assert [file.name for file in read_definition(write_task(tmp_path, "t", **data)).files] == ["t.yaml", *names]
+    assert [file.name for file in task_tree(write_task(tmp_path, "t", **data)).files] == ["t.yaml", *names]
 
 
 def test_a_local_directory_of_data_is_hashed_whole(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_local_directory_of_data_is_hashed_whole(tmp_path: Path) -> None:
     before = pin(tmp_path, "t.yaml")
     write_jsonl(data, [{"text": "two"}])
     assert pin(tmp_path, "t.yaml").digest != before.digest
-    assert read_definition(path).dataset_path == str(tmp_path / "mmlu")
+    assert task_tree(path).leaves[0].dataset_path == str(tmp_path / "mmlu")
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "mmlu", "arc_easy", "hellaswag", "ai2_arc"])

@@ -14,9 +14,9 @@ from scoring_runs import call_here, mean_of, pin, write_task
 from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import Finding
-from mergegate.tasks.evaluation import CountLimit, find_repetition, pin_data, process, repetition_findings
-from mergegate.tasks.evaluation.repetition import Repetition
-from mergegate.tasks.evaluation.text_overlap import find_occurring, words_of
+from mergegate.tasks.evaluation import CountLimit, find_repetition, pin_data, repetition_findings
+from mergegate.tasks.evaluation.scoring import loading
+from mergegate.tasks.evaluation.scoring.overlap import Repetition, find_occurring, words_of
 
 WORDS = [f"w{number}" for number in range(3000)]
 SEPARATORS = [" ", "  ", "\n", ", ", " - ", "... ", " “", "\u00a0", "; "]
@@ -127,7 +127,7 @@ def row(number: int, question: int | None = None, passage: int | None = None) ->
 def repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that measures the repetition in rows, with few-shot examples from the rows or from `train`."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(process, "call_model_process", call_here)
+    monkeypatch.setattr(loading, "call_model_process", call_here)
 
     def measure(rows: list[dict[str, Any]], train: list[dict[str, Any]] | None = None, **config: Any) -> Repetition:
         write_jsonl(tmp_path / "train.jsonl", train or [row(10_000 + number) for number in range(20)])

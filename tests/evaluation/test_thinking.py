@@ -34,10 +34,10 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.backends import AnswerEnd, ThoughtEnd, find_thought_end, vllm
 from mergegate.tasks.evaluation.backends.answer_ends import answer_end
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.scores import answer_ends, prompt_cuts
 from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, check_thinking, resolve_prompt_settings
-from mergegate.tasks.evaluation.stage import answer_ends, prompt_cuts
-from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.settings import EvaluateSettings
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"

@@ -17,12 +17,13 @@ from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model, QuantizedModel
-from mergegate.tasks.evaluation import document_scores, find_backend, task_definition
-from mergegate.tasks.evaluation.document_order import document_ranges
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation import find_backend
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring import document_scores
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import Scores, TaskScore
-from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.values import document_ranges
 from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
 from mergegate.tasks.gate.verdicts import GateVerdict
 from mergegate.tasks.merge.weight_comparison import CopiedParent
@@ -102,7 +103,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
         monkeypatch.setattr(assessment, "evaluate_documents", bench.evaluate_to)
         no_copies = SimpleNamespace(build=lambda *_: SimpleNamespace(value=CopiedParent(parent=None)))
         monkeypatch.setattr(assessment, "find_copied_parent", no_copies)
-        monkeypatch.setattr(task_definition, "task_form", lambda *_: "text")  # lm-eval has no tasks of these names
+        monkeypatch.setattr(EvalTask, "form", "text")  # lm-eval has no tasks of these names
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
         evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or EACH)
 

@@ -21,8 +21,7 @@ from mergegate.tasks.gate.verdict_record import record_evidence
 from mergegate.tasks.judge.answers import answer
 from mergegate.tasks.judge.stage import judge
 from mergegate.tasks.merge import merge
-from mergegate.tasks.perplexity.ensemble import ensemble_likelihoods
-from mergegate.tasks.perplexity.stage import perplexity
+from mergegate.tasks.perplexity.stage import ensemble_likelihoods, perplexity
 from mergegate.tasks.preflight.compatibility import check_compatibility
 from mergegate.tasks.preflight.licenses.check import check_licenses
 from mergegate.tasks.report.stage import write_report

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sampled
 
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.settings import BEST_PARENT, GateRule, Guard

@@ -15,7 +15,7 @@ from samples import sampled, sampled_rows
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.document_scores import PairedScores
+from mergegate.tasks.evaluation.scoring.document_scores import PairedScores
 from mergegate.tasks.gate import clusters
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference, critical_value, effective_clusters
 from mergegate.tasks.gate.graded_scores import graded_difference

@@ -226,7 +226,7 @@ def test_a_merge_at_the_limit_is_rarely_published_with_heavy_tailed_lengths(docu
 
 
 def found(documents: int, duplicates: int) -> list[tuple[str, str]]:
-    text = DistinctDocuments(tuple(HeldOutDocument(i, f"{i}", f"{i}", "") for i in range(documents)), duplicates)
+    text = DistinctDocuments(tuple(HeldOutDocument(i, f"{i}") for i in range(documents)), duplicates)
     return [(finding.severity, finding.found) for finding in drift_findings(text, LIMITS, 0.95)]
 
 

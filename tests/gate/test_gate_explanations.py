@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergegate.tasks.evaluation.document_order import interim_looks
+from mergegate.tasks.evaluation.values import interim_looks
 from mergegate.tasks.gate.clusters import clustered_difference, critical_value, effective_clusters
 from mergegate.tasks.gate.earlier_runs import anchor_confidence
 from mergegate.tasks.gate.graded_scores import graded_difference

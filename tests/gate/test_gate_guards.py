@@ -13,8 +13,8 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import document_scores
-from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores, pair_documents
+from mergegate.tasks.evaluation.scoring import document_scores
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, PairedScores, pair_documents
 from mergegate.tasks.gate.evidence import GuardEvidence, ReferenceChoice
 from mergegate.tasks.gate.regression import alarm_confidences, judge_guards
 

@@ -14,7 +14,7 @@ from samples import sampled
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.document_order import interim_looks
+from mergegate.tasks.evaluation.values import interim_looks
 from mergegate.tasks.gate.earlier_runs import anchor_confidence, count_refusals, record_refusal
 from mergegate.tasks.gate.regression import decide_guard, judge_guards
 from mergegate.tasks.gate.sequential import InterimLook, plan_looks

@@ -12,7 +12,7 @@ import pytest
 from gate_samples import measured, part
 from samples import sampled
 
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.power import (

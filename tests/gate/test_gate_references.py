@@ -12,7 +12,7 @@ from gate_samples import GUARD, gate_scores, part, right_on, scores_of
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation.document_scores import PairedScores
+from mergegate.tasks.evaluation.scoring.document_scores import PairedScores
 from mergegate.tasks.gate.evidence import ReferenceChoice, measure_guard
 from mergegate.tasks.gate.references import check_guards, needs_champion
 from mergegate.tasks.gate.regression import judge_guards

@@ -9,7 +9,7 @@ import pytest
 from benchmark_scripts import script_fixture
 from gate_samples import pair
 
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.gate.evidence import measure_guard
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.settings import Guard

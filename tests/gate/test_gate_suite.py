@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.gate.evidence import GuardEvidence
 from mergegate.tasks.gate.references import comparable_parents, with_anchor
 from mergegate.tasks.gate.regression import decide_task, judge_guards

@@ -19,8 +19,8 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import by_task
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.document_scores import PairedScores
+from mergegate.tasks.evaluation.scoring.document_scores import PairedScores
+from mergegate.tasks.evaluation.values import DocumentRange
 from mergegate.tasks.gate import graded_scores
 from mergegate.tasks.gate.evidence import measure_guard
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed, refutes

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from samples import sampled
 from scipy.stats import binom
 
-from mergegate.tasks.evaluation.choice_probability import PROBABILITY
-from mergegate.tasks.evaluation.document_order import interim_looks
-from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
-from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.evaluation.scoring.metrics import PROBABILITY
+from mergegate.tasks.evaluation.values import interim_looks
 from mergegate.tasks.gate.alarms import Part, error_ratio_bound, leaf_parts
 from mergegate.tasks.gate.evidence import GatePlan, GuardEvidence, measure_guard
 from mergegate.tasks.gate.regression import judge_guards

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sampled_rows
 
-from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, pair_documents
 from mergegate.tasks.gate.clusters import connect, find_units, interval_over_units, join_clusters
 from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
 from mergegate.tasks.gate.graded_scores import graded_difference

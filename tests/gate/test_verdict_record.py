@@ -19,7 +19,7 @@ from other_words import read_with_other_words
 from samples import sampled
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.gate import EVIDENCE_RECORD, EVIDENCE_TABLES, RecordedEvidence, VerdictRecord, verdict_record
 from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.settings import GateRule, Guard

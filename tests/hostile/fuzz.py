@@ -65,10 +65,10 @@ from mergegate.merge_core.files import JournalLocation, open_journal  # noqa: E4
 from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
 from mergegate.tasks.checkpoints import parse_card  # noqa: E402
-from mergegate.tasks.evaluation.metrics import choose_metrics  # noqa: E402
+from mergegate.tasks.evaluation.definitions.task_file import local_imports  # noqa: E402
+from mergegate.tasks.evaluation.definitions.tree import task_tree  # noqa: E402
 from mergegate.tasks.evaluation.results import find_results, read_task  # noqa: E402
-from mergegate.tasks.evaluation.task_definition import read_definition  # noqa: E402
-from mergegate.tasks.evaluation.task_file import local_imports  # noqa: E402
+from mergegate.tasks.evaluation.scoring.metrics import choose_metrics  # noqa: E402
 from mergegate.tasks.preflight.licenses.resolve import CardSource, read_declaration  # noqa: E402
 from mergegate.tasks.publish.releases.verify import check_release  # noqa: E402
 from mergegate.tasks.store import MANIFEST, VALUE, Store, StoreMiss  # noqa: E402
@@ -287,7 +287,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
         "recipe": target(a_recipe, RECIPE, parse_yaml(RECIPE, "r")[0], *texts(corpus.RECIPES)),
         "reference": target(reference, "./base", "org/name@main+org/adapter@v1", "~/x", "/tmp/../x"),
         "profile": target(profile, PROFILE, inline, everything, *texts(corpus.PROFILES)),
-        "task": target(reads(definition, lambda: read_definition(definition)), TASK, parse_yaml(TASK, "t")[0], group),
+        "task": target(reads(definition, lambda: task_tree(definition)), TASK, parse_yaml(TASK, "t")[0], group),
         "task code": target(reads(code, lambda: local_imports(code, place / "task")), module),
         "zip": target(a_pickle, torch_weights(), corpus.shared_header(), corpus.many_members()),
         "pickle": target(description, of_one),

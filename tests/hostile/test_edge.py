@@ -23,7 +23,7 @@ from mergegate.merge_core.engine.output import write_companions
 from mergegate.merge_core.errors import InvalidInput, to_printable
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing.yaml_text import MAX_YAML_BYTES
-from mergegate.tasks.evaluation.task_definition import pin_task
+from mergegate.tasks.evaluation.definitions.task import pin_task
 from mergegate.tasks.preflight.compatibility import custom_code_findings
 
 PLAIN = st.recursive(

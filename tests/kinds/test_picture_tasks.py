@@ -22,10 +22,10 @@ from mergegate.tasks import evaluation
 from mergegate.tasks.checkpoints import TellProgress, load_model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.backends.picture_reader import load_processor
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import score_documents
-from mergegate.tasks.evaluation.pictures import hash_picture, split_at_placeholders
-from mergegate.tasks.evaluation.task_loading import inspect_data
+from mergegate.tasks.evaluation.backends.pictures import hash_picture, split_at_placeholders
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.harness import score_documents
+from mergegate.tasks.evaluation.scoring.loading import inspect_data
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 DOCUMENTS = 6
@@ -208,8 +208,8 @@ def test_a_picture_task_needs_a_backend_that_reads_pictures_and_a_chat_template(
 @pytest.mark.story
 def test_the_form_of_a_task_follows_its_documents(tmp_path: Path) -> None:
     assert pinned(shapes(tmp_path)).form == "pictures"
-    assert evaluation.task_form("mmmu_val", None) == evaluation.task_form("chartqa", None) == "pictures"
-    assert evaluation.task_form("arc_easy", None) == "text"
+    assert evaluation.task_tree("mmmu_val").form == evaluation.task_tree("chartqa").form == "pictures"
+    assert evaluation.task_tree("arc_easy").form == "text"
 
 
 def test_a_processor_without_its_package_is_refused_by_the_name_of_the_package(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation
 from mergegate.tasks.checkpoints import LoadedModel, load_model, unload_models
 from mergegate.tasks.evaluation.backends.hf import wrap_model
-from mergegate.tasks.evaluation.harness import LongerAnswers, ScoringJob, score_documents
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring.harness import LongerAnswers, ScoringJob, score_documents
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.preflight import kind_findings
 
 FAMILIES, KINDS = ("t5", "bart"), ("chosen", "generated")

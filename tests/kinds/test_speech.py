@@ -22,9 +22,9 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import unload_models
 from mergegate.tasks.evaluation.built_in import TranscriptionTask
 from mergegate.tasks.evaluation.built_in.transcription import normalize_words, share_of_errors
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import score_documents
-from mergegate.tasks.evaluation.task_definition import pin_built_in
+from mergegate.tasks.evaluation.definitions.task import pin_built_in
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.harness import score_documents
 
 COUNT = 20
 Parents: TypeAlias = Callable[[str], Path]

@@ -26,8 +26,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import unload_models
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.perplexity import ensemble, stage
-from mergegate.tasks.perplexity.ensemble import ensemble_gain_share, ensemble_likelihoods
+from mergegate.tasks.perplexity import ensemble_gain_share, ensemble_likelihoods, stage
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.settings import PerplexitySettings
 from mergegate.tasks.perplexity.stage import Likelihoods, perplexity, pin_documents, read_documents
@@ -41,8 +40,7 @@ PREFIXES: tuple[Prefix, ...] = ("bos added by the tokenizer", "eos only", "neith
 
 @pytest.fixture(autouse=True)
 def _no_model_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (stage, ensemble):
-        monkeypatch.setattr(module, "call_model_process", call_here)
+    monkeypatch.setattr(stage, "call_model_process", call_here)
     yield
     unload_models()
 

@@ -19,9 +19,9 @@ from gguf_samples import METADATA, gguf
 
 from mergegate.merge_core import load_recipe
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import Scores, TaskScore
-from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.evaluation.values import DataSource, TaskData
 from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.settings import GateRule
 from mergegate.tasks.gate.stage import GateInputs

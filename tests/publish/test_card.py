@@ -16,9 +16,9 @@ from scipy.stats import binomtest
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import parse_card
+from mergegate.tasks.evaluation.scoring.scores import TaskScore
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import TaskScore
-from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.evaluation.values import DataSource, TaskData
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.publish.documents.card import model_card, score_interval
 from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results

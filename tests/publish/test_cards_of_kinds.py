@@ -30,7 +30,7 @@ from mergegate.merge_core.adapters.output import task_type
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind, kind_of_directory
 from mergegate.merge_core.architecture.model_kinds import class_kinds
 from mergegate.merge_core.checkpoint import Companions
-from mergegate.tasks.evaluation.stage import TaskScore
+from mergegate.tasks.evaluation.scoring.scores import TaskScore
 from mergegate.tasks.gate import describe_untested
 from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.publish.content import BOM

@@ -23,8 +23,8 @@ from release_samples import COMMIT, VALIDATORS, needs_validators, publishable, s
 from samples import sampled
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.results import find_results, read_task
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GateInputs, gate

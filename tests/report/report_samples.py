@@ -20,8 +20,8 @@ from builders.results import (
 
 from mergegate.merge_core.analysis.interference import Interference, Skipped, Tally, TensorGroup
 from mergegate.merge_core.architecture.structure import TensorKind
+from mergegate.tasks.evaluation.scoring.scores import Scores
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.explain.remedies import Remedy
 from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
 from mergegate.tasks.gate.verdicts import GateVerdict

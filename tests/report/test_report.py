@@ -17,7 +17,7 @@ from builders.results import drift, task_score, update
 from pages import HOSTILE, Page, page_of, sketch_of
 from samples import sampled
 
-from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.evaluation.values import DataSource, TaskData
 from mergegate.tasks.gate.verdicts import GateFinding, StratumDrift
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import add_stages, marked_answers, render

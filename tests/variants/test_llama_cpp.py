@@ -24,7 +24,7 @@ from mergegate.merge_core.files.hashing import HashMemo, sha256_file
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import Model, QuantizedModel, end_model_process, load_model
 from mergegate.tasks.evaluation import Scoring, find_backend
-from mergegate.tasks.evaluation.answer_journal import attach_journal
+from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
 from mergegate.tasks.llama_cpp import (
     BACKEND_NAME,
     FILE_TYPES,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.errors import InvalidInput, pip_command
-from mergegate.tasks.evaluation.pictures import PicturePrompt, split_at_placeholders
+from mergegate.tasks.evaluation.backends.pictures import PicturePrompt, split_at_placeholders
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.built_in.contract import TaskDocument
 from mergegate.tasks.evaluation.built_in.ranking import RankedQuery
 from mergegate.tasks.evaluation.built_in.retrieval import RankingTask, require_package
-from mergegate.tasks.evaluation.task_data import DataSource
+from mergegate.tasks.evaluation.values import DataSource
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel

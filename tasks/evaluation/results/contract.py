@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import expectation, format_value, join_expectations
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 
 LM_EVAL = "lm-eval"
 INSPECT = "inspect_ai"

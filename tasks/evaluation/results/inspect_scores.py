@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import format_value
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.metrics import check_all_scored
 from mergegate.tasks.evaluation.results.contract import EXPORTED, INSPECT, LoggedResults, TaskResults
 from mergegate.tasks.evaluation.results.inspect_log import (
     DAMAGED,
@@ -44,6 +42,8 @@ from mergegate.tasks.evaluation.results.inspect_log import (
     SampleScore,
     open_samples,
 )
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.metrics import check_all_scored
 
 _MEANS = ("accuracy", "mean")  # metrics of inspect_ai that are means over samples
 _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}

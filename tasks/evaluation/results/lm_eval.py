@@ -28,16 +28,7 @@ from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import JsonBounds, format_value, line_location, parse_json, read_lines, read_plain
-from mergegate.tasks.evaluation.choice_probability import (
-    PROBABILITY,
-    AnsweredChoice,
-    chance_level,
-    choice_from_log,
-    probabilities,
-)
-from mergegate.tasks.evaluation.declared_metrics import registered_metric
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
+from mergegate.tasks.evaluation.definitions.support import registered_metric
 from mergegate.tasks.evaluation.results.contract import (
     LM_EVAL,
     MAX_SAMPLES,
@@ -45,6 +36,16 @@ from mergegate.tasks.evaluation.results.contract import (
     LoggedResults,
     TaskResults,
     parse_logged,
+)
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.metrics import (
+    PROBABILITY,
+    AnsweredChoice,
+    chance_level,
+    check_all_scored,
+    checked_score,
+    choice_from_log,
+    probabilities,
 )
 
 MAX_SAMPLE_BYTES = 16 << 20

@@ -1,29 +1,39 @@
-"""Check which tasks may run generated code, according to ``evaluate.allow_code`` in the profile.
+"""Decide which tasks may run generated code, according to ``evaluate.allow_code`` in the profile, and confine it.
 
 Generated code never runs by default. An entry of the list that is not an evaluated task, or whose task runs no code,
-is an error. mergegate can confine two ways to run code (``code_metric``): Hugging Face's ``code_eval``, and a
-function ``check_correctness`` that takes a program. If the functions of a task with ``unsafe_code: true`` can reach
+is an error. mergegate can confine two ways to run code: Hugging Face's ``code_eval``, and a function
+``check_correctness`` that takes a program. If the functions of a task with ``unsafe_code: true`` can reach
 ``exec``, ``subprocess`` or similar in any other way, mergegate refuses the task, because its code would run in the
 process that holds models. mergegate decides this from the source of the task's Python modules, without running them.
+
+The library ``evaluate`` downloads the script of ``code_eval`` and runs programs in the process that loads it. The
+replacement in this module (``CodeEval``) has the same interface and returns the same numbers, but runs programs with
+``run_program``. If c of the n answers to a document pass, its score is pass@k = 1 - C(n-c, k) / C(n, k). This is the
+probability that at least one of k answers, drawn without replacement from the n, passes (Chen et al. 2021,
+arXiv:2107.03374, equation 1).
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
+from math import comb, fsum
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
-from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
-from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
-from mergegate.tasks.evaluation.task_file import Function, texts_in
-from mergegate.tasks.sandbox import ProgramLimits
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.definitions.task_file import Function, texts_in
+from mergegate.tasks.sandbox import ProgramEnd, ProgramLimits, run_program
 
 _ALL_FUNCTIONS = "*"  # stands for all functions of a module
-_CHECK = "check_correctness"
 # Names and modules. Attributes are separate, with a leading dot, because ``re.compile`` runs nothing.
 _NAMES = {
     "exec",
@@ -37,9 +47,14 @@ _NAMES = {
     "importlib",
     "ctypes",
 }
+
 _ATTRIBUTES = {"Popen", "system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp", "import_module"}
+
 _ATTRIBUTES |= {f"{kind}{suffix}" for kind in ("exec", "spawn") for suffix in ("l", "le", "lp", "v", "ve", "vp", "vpe")}
+
 _RUNS = _NAMES | {f".{name}" for name in _ATTRIBUTES}
+_NAME = "code_eval"
+CHECK = "check_correctness"  # function that lm-eval tasks without code_eval use to run programs
 
 
 def allow_code(task: EvalTask, profile_name: str, allowed_names: Collection[str]) -> EvalTask:
@@ -51,9 +66,8 @@ def allow_code(task: EvalTask, profile_name: str, allowed_names: Collection[str]
         InvalidInput: If the task runs code but is not in ``allowed_names``, is in ``allowed_names`` but runs no code,
             or runs code in a way that mergegate cannot confine.
     """
-    definition = read_definition(task.definition) if task.definition else None
-    leaves = definition.leaves if definition else shipped_leaves(task.in_lm_eval)
-    if not any(leaf.config.get("unsafe_code") for leaf in leaves):
+    tree = task.tree
+    if not any(leaf.config.get("unsafe_code") for leaf in tree.leaves):
         if profile_name in allowed_names:
             raise InvalidInput(
                 f"evaluate.allow_code: {profile_name}",
@@ -69,12 +83,12 @@ def allow_code(task: EvalTask, profile_name: str, allowed_names: Collection[str]
             expected="its name under evaluate.allow_code",
             remedy=allow_code_advice(profile_name),
         )
-    if definition is not None:
+    if tree.path is not None:
         # All functions in the modules next to the task, and each function that it takes from other modules.
-        modules = [file for file in definition.files if file.suffix == ".py"]
+        modules = [file for file in tree.files if file.suffix == ".py"]
         functions = [(file, _ALL_FUNCTIONS) for file in modules] + [
             (Path(f"not in this directory: {text}"), str(text))
-            for leaf in definition.leaves
+            for leaf in tree.leaves
             for text in texts_in(leaf.config)
             if isinstance(text, Function) and not any(file.match(str(text.file)) for file in modules)
         ]
@@ -106,11 +120,10 @@ def find_unconfined_code(functions: Iterable[tuple[Path, str]]) -> str:
             return f"{name}, in a module that is not next to its definition"
         names = _names_by_function(read_plain(file, MAX_CODE_BYTES))
         # A module's own check_correctness is replaced, so it may do anything.
-        checks = _reachable_functions(names, [_CHECK])
+        checks = _reachable_functions(names, [CHECK])
         roots = [name] if name != _ALL_FUNCTIONS else [each for each in names if each not in checks]
-        for function in _reachable_functions(
-            names, [*roots, ""], excluded_function=_CHECK
-        ):  # '' is the code that runs on import
+        roots.append("")  # the code that runs on import
+        for function in _reachable_functions(names, roots, excluded_function=CHECK):
             for way in sorted(way.lstrip(".") for way in names[function] & _RUNS):
                 return f"{way} in {file.name}"
     return ""
@@ -162,3 +175,101 @@ def _names_in(node: ast.AST) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in inner.names)
             if isinstance(inner, ast.ImportFrom) and inner.module:
                 yield inner.module.partition(".")[0]
+
+
+_on_program: ContextVar[Callable[[int], None]] = ContextVar("programs run already", default=lambda count: None)
+
+
+def pass_at(k: int, answers: int, passing: int) -> float:
+    """Return the unbiased estimate of pass@k for a document from the number of its answers and of those that pass.
+
+    >>> pass_at(1, 4, 1), pass_at(2, 4, 1)
+    (0.25, 0.5)
+    """
+    return 1 - comb(answers - passing, k) / comb(answers, k)
+
+
+class CodeEval:
+    """Replacement for the object that ``evaluate.load("code_eval")`` returns. ``limits`` apply to each program."""
+
+    def __init__(self, limits: ProgramLimits) -> None:
+        self._limits = limits
+        self._programs = 0
+
+    def compute(
+        self,
+        *,
+        references: Sequence[str],
+        predictions: Sequence[Sequence[str]],
+        k: Sequence[int] = (1, 10, 100),
+        **_: Any,
+    ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
+        """Run every answer (``predictions``) together with the tests of its document (``references``).
+
+        The result holds the mean of pass@k over documents, for each ``k`` up to the smallest number of answers to a
+        document, and the results of the answers by document. Raises Refused if ``run_program`` does.
+        """
+        outcomes: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+        for document, (tests, answers) in enumerate(zip(references, predictions, strict=True)):
+            outcomes[document] = []
+            for number, answer in enumerate(answers):
+                end = self._run(answer + "\n" + tests)
+                passed = end is ProgramEnd.PASSED
+                result = {"task_id": document, "passed": passed, "result": str(end), "completion_id": number}
+                outcomes[document].append((number, result))
+        counts = [(len(results), sum(result["passed"] for _, result in results)) for results in outcomes.values()]
+        fewest = min((answers for answers, _ in counts), default=0)
+        means = {
+            f"pass@{each}": fsum(pass_at(each, *count) for count in counts) / len(counts)
+            for each in k
+            if counts and each <= fewest
+        }
+        return means, outcomes
+
+    def check(self, program: str, timeout: float = 0) -> bool:
+        """Return whether a program that contains its own tests passes. ``timeout`` has no effect; the limits apply."""
+        return self._run(program) is ProgramEnd.PASSED
+
+    def _run(self, program: str) -> ProgramEnd:
+        end = run_program(program, self._limits)
+        self._programs += 1
+        _on_program.get()(self._programs)
+        return end
+
+
+@contextmanager
+def report_programs(tell: Callable[[int], None]) -> Iterator[None]:
+    """Call ``tell`` after each program inside the context, with the number of programs run so far."""
+    token = _on_program.set(tell)
+    try:
+        yield
+    finally:
+        _on_program.reset(token)
+
+
+@contextmanager
+def confine_code_eval(limits: ProgramLimits | None) -> Iterator[None]:
+    """Make tasks loaded inside the context use ``CodeEval`` as ``code_eval``. No effect if ``limits`` is None."""
+    if limits is None:
+        yield
+        return
+    evaluate = importlib.import_module("evaluate")
+    load = evaluate.load
+
+    def load_replacement(path: str, *args: Any, **kwargs: Any) -> Any:
+        return CodeEval(limits) if path == _NAME else load(path, *args, **kwargs)
+
+    with patch.object(evaluate, "load", load_replacement):
+        yield
+
+
+def functions_in(value: Any) -> Iterator[Any]:
+    """Yield every function in nested plain data, such as the configuration of a task."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from functions_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from functions_in(inner)
+    elif callable(value):
+        yield value

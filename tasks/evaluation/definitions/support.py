@@ -4,46 +4,57 @@ A gate compares models document by document. A task is therefore supported if lm
 number per document, under a metric with a direction, for text or pictures, with software that is installed here.
 Every other task is refused with a reason before anything is loaded. Problems that only the data or the task's Python
 code reveal, such as a dataset without the fields that a template names, are reported when the data is loaded.
+
+lm-eval's own metrics are tied to output types: a choice task has no BLEU, even if it declares BLEU. Some metrics (F1,
+Matthews correlation, BLEU) collect pairs of reference and prediction and score them together at the end. Pairs have
+no mean, and lm-eval fails if a task requests one. The configuration does not reveal which metrics the task's own
+functions return.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+from importlib.metadata import metadata, requires
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import expect_inputs
+from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
+from mergegate.tasks.checkpoints import expect_inputs, import_lean
 from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, find_unconfined_code
-from mergegate.tasks.evaluation.declared_metrics import declared_metrics
-from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, read_shipped, shipped_leaves, shipped_names
-from mergegate.tasks.evaluation.mirror import base_names, find_dataset
-from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
-from mergegate.tasks.evaluation.task_definition import (
-    EvalTask,
-    is_file_name,
-    named_data,
-    pin_task,
-    read_definition,
-    task_form,
-)
-from mergegate.tasks.evaluation.task_file import Function, texts_in
-from mergegate.tasks.evaluation.task_requirements import (
-    NO_REQUIREMENTS,
-    Requirements,
-    install_command,
-    missing_requirements,
-)
+from mergegate.tasks.evaluation.definitions.code import allow_code, allow_code_advice, find_unconfined_code
+from mergegate.tasks.evaluation.definitions.datasets import base_names, find_dataset
+from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.evaluation.definitions.task_file import Function, local_imports, texts_in
+from mergegate.tasks.evaluation.definitions.tree import TaskTree, task_tree
+from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, fewshot_count, resolve_prompt_settings
 
 MeanOver = Literal["documents"]
-_LEAVE = "remove it, or name another task"
+
+_LM_EVAL_TASKS = "lm_eval.tasks."
+OWN_EXTRAS = frozenset({"ifeval", "math"})
+"""Extras that mergegate has under the same name as lm-eval."""
+_DEFAULTS = {  # lm-eval's defaults for a task that lists no metrics
+    "multiple_choice": ("acc", "acc_norm"),
+    "loglikelihood": ("perplexity", "acc"),
+    "generate_until": ("exact_match",),
+}
+# Values that lm-eval itself computes for a document, by output type: numbers, or pairs that are scored at the end.
+_NUMBERS = {
+    "multiple_choice": ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match"),
+    "loglikelihood": ("acc", "perplexity"),
+    "generate_until": ("exact_match",),
+}
+_PAIRS = {"multiple_choice": ("f1", "mcc", "brier_score", "likelihood")}
 
 
 class UnsupportedReason(StrEnum):
@@ -69,7 +80,181 @@ class Refusal:
 
     reason: UnsupportedReason
     found: str
-    remedy: str
+    remedy: str = "remove it, or name another task"
+
+
+class Requirements(NamedTuple):
+    """Required packages, and required NLTK data, such as ``tokenizers/punkt_tab`` or only ``punkt_tab``."""
+
+    packages: tuple[str, ...] = ()
+    nltk_data: tuple[str, ...] = ()
+
+
+NO_REQUIREMENTS = Requirements()
+
+
+def missing_requirements(files: Sequence[Path]) -> Requirements:
+    """Return the requirements of the modules in ``files`` that are not installed."""
+    needs = [_requirements_of(file) for file in files]
+    packages = {name for need in needs for name in need.packages if importlib.util.find_spec(name) is None}
+    resources = {name for need in needs for name in need.nltk_data} if "nltk" not in packages else set()
+    missing_data = []
+    for resource in sorted(resources):
+        from nltk import data  # type: ignore[import-untyped]  # ships no types
+
+        names = (resource, f"{resource}.zip")
+        if "/" not in resource:  # the directory that names the kind of data is unknown
+            if not any(list(Path(root).glob(f"*/{name}")) for root in data.path for name in names):
+                missing_data.append(resource)
+            continue
+        for name in names:
+            try:
+                data.find(name)
+                break
+            except LookupError:
+                continue
+        else:
+            missing_data.append(resource)
+    return Requirements(tuple(sorted(packages)), tuple(missing_data))
+
+
+@lru_cache(maxsize=1024)
+def _requirements_of(file: Path) -> Requirements:
+    """Return the requirements for importing a module, including the modules of lm-eval's tasks that it imports."""
+    lm_eval = importlib.util.find_spec("lm_eval")
+    queue, visited = [file], set[Path]()
+    packages: set[str] = set()
+    # NLTK data that a module looks up or downloads, by function.
+    resources: dict[str, set[str]] = {"nltk.data.find": set(), "nltk.download": set()}
+    while queue:
+        path = queue.pop()
+        if path in visited:
+            continue
+        visited.add(path)
+        queue += local_imports(path, path.parent)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about other people's code
+            tree = ast.parse(read_plain(path, MAX_CODE_BYTES))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                resource = node.args[0].value
+                if isinstance(resource, str) and (function := ast.unparse(node.func)) in resources:
+                    resources[function].add(resource)
+        for name in _required_modules(tree.body):
+            if name.startswith(_LM_EVAL_TASKS) and lm_eval is not None and lm_eval.origin is not None:
+                module = Path(lm_eval.origin).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
+                queue += [module] if module.is_file() else []
+            top = name.partition(".")[0]
+            if not ((path.parent / top).is_dir() or (path.parent / f"{top}.py").is_file()):
+                packages.add(top)
+    found_names = {path.rpartition("/")[2] for path in resources["nltk.data.find"]}
+    nltk_data = resources["nltk.data.find"] | (resources["nltk.download"] - found_names)
+    return Requirements(tuple(packages), tuple(nltk_data))
+
+
+def _required_modules(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Yield the modules that the statements in ``body`` cannot do without.
+
+    These are the modules imported outside of functions, except in a ``try`` whose handlers continue without them.
+    """
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Try) and all(
+            any(isinstance(statement, ast.Raise) for statement in handler.body) for handler in node.handlers
+        ):
+            yield from _required_modules([*node.body, *node.orelse])
+
+
+def install_command(packages: Sequence[str]) -> str:
+    """Return the command that installs ``packages``, with an extra of lm-eval if one provides all of them."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    extras: dict[str, list[str]] = {}
+    requirements = [Requirement(text) for text in requires("lm_eval") or ()]
+    for extra in metadata("lm_eval").get_all("Provides-Extra") or ():
+        distributions = [each.name for each in requirements if each.marker and each.marker.evaluate({"extra": extra})]
+        # The distribution antlr4-python3-runtime provides antlr4.
+        names = [f"{canonicalize_name(distribution)}-" for distribution in distributions]
+        if all(any(name.startswith(f"{canonicalize_name(package)}-") for name in names) for package in packages):
+            extras[extra] = distributions
+    if not extras:
+        return pip_command(*packages)
+    extra = min(extras, key=lambda extra: len(extras[extra]))
+    return pip_command(f"{'mergegate' if extra in OWN_EXTRAS else 'lm_eval'}[{extra}]")
+
+
+@dataclass(frozen=True)
+class DeclaredMetric:
+    """A metric of a task, as far as the configuration describes it."""
+
+    name: str
+    is_mean: bool  # a mean of per-document numbers, with a direction
+    averages_pairs: bool  # declared as a mean of pairs, which lm-eval cannot compute
+
+
+def declared_metrics(config: Mapping[str, Any], kind: str) -> tuple[DeclaredMetric, ...] | None:
+    """Return the metrics that a task declares, or lm-eval's defaults; None if the list is malformed.
+
+    ``config`` is the configuration in the task's YAML file, with functions as text. ``kind`` is the output type.
+    """
+    entries = config.get("metric_list")
+    if entries is None:
+        entries = [{"metric": name} for name in _DEFAULTS.get(kind, ())]
+    if not isinstance(entries, Sequence) or not all(
+        isinstance(entry, Mapping) and entry.get("metric") for entry in entries
+    ):
+        return None
+    metrics = []
+    for entry in entries:
+        metric, aggregation = entry["metric"], entry.get("aggregation")
+        # A metric of the library `evaluate`, or a function, is never lm-eval's own, even if the names are equal.
+        is_foreign = entry.get("hf_evaluate") is True or isinstance(metric, Function) or "/" in str(metric)
+        own_mean, own_direction = (None, False) if is_foreign else registered_metric(str(metric))
+        # A function is judged by its name, as lm-eval does when it loads the task; numpy's mean counts.
+        mean = bool(own_mean) if aggregation is None else str(aggregation).rpartition(".")[2] == "mean"
+        has_direction = own_direction or entry.get("higher_is_better") is not None
+        has_own_function = bool(config.get("process_results"))
+        if has_own_function or kind not in _NUMBERS:  # lm-eval reports an unknown output type itself
+            is_number, is_pair = True, False
+        elif kind == "generate_until":  # a metric that lm-eval lacks comes from the library `evaluate`
+            is_pair = not is_foreign and _is_in_registry(str(metric)) and metric not in _NUMBERS[kind]
+            is_number = not is_pair
+        else:
+            is_number = metric in _NUMBERS[kind]
+            is_pair = not is_number and metric in _PAIRS.get(kind, ())
+        # The perplexity of an answer is a number per document, but lm-eval's score is not the mean of these numbers.
+        is_own_sum = own_mean is False and not has_own_function
+        metrics.append(
+            DeclaredMetric(
+                name=str(metric).rpartition(".")[2] or str(metric),
+                is_mean=mean and has_direction and is_number and not is_own_sum,
+                averages_pairs=mean and is_pair,
+            )
+        )
+    return tuple(metrics)
+
+
+@lru_cache(maxsize=256)
+def registered_metric(metric: str) -> tuple[bool | None, bool]:
+    """Return whether lm-eval averages a metric over documents (None: unknown metric) and whether it has a direction."""
+    from lm_eval.api.registry import get_metric_aggregation, is_higher_better
+
+    if not _is_in_registry(metric):  # lm-eval would log a warning
+        return None, False
+    aggregation = get_metric_aggregation(metric)
+    return getattr(aggregation, "__name__", "") == "mean", is_higher_better(metric) is not None
+
+
+def _is_in_registry(metric: str) -> bool:
+    import_lean("portalocker", "lm_eval.api.metrics")  # fills the registries
+    from lm_eval.api.registry import METRIC_REGISTRY
+
+    return metric in METRIC_REGISTRY
 
 
 def refusal_of(
@@ -82,11 +267,9 @@ def refusal_of(
     """
     kind = config.get("output_type") or "generate_until"
     if "recipe" in config:
-        return Refusal(
-            UnsupportedReason.OTHER_LIBRARY, "a task of unitxt, which loads data and computes scores itself", _LEAVE
-        )
+        return Refusal(UnsupportedReason.OTHER_LIBRARY, "a task of unitxt, which loads data and computes scores itself")
     if "class" in config:
-        return Refusal(UnsupportedReason.PYTHON_CLASS, "a Python class, which does not declare its metrics", _LEAVE)
+        return Refusal(UnsupportedReason.PYTHON_CLASS, "a Python class, which does not declare its metrics")
     if config.get("doc_to_audio"):
         return Refusal(
             UnsupportedReason.SOUND,
@@ -102,9 +285,7 @@ def refusal_of(
     if config.get("unsafe_code"):
         functions = [text.rpartition(".") for text in texts_in(config) if text.startswith("/")]
         if way := find_unconfined_code((Path(f"{file}.py"), function) for file, _, function in functions):
-            return Refusal(
-                UnsupportedReason.UNCONFINED_CODE, f"a task that runs code outside the sandbox ({way})", _LEAVE
-            )
+            return Refusal(UnsupportedReason.UNCONFINED_CODE, f"a task that runs code outside the sandbox ({way})")
         if not code_allowed:
             return Refusal(
                 UnsupportedReason.CODE, "a task that runs code generated by the model", "allow_code under evaluate"
@@ -116,14 +297,12 @@ def refusal_of(
             "list its documents under 'perplexity:'",
         )
     if config.get("custom_dataset"):
-        return Refusal(
-            UnsupportedReason.GENERATED_DATA, "documents that depend on settings of lm-eval's --metadata", _LEAVE
-        )
+        return Refusal(UnsupportedReason.GENERATED_DATA, "documents that depend on settings of lm-eval's --metadata")
     if not config.get("test_split") and not config.get("validation_split"):
-        return Refusal(UnsupportedReason.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'", _LEAVE)
+        return Refusal(UnsupportedReason.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'")
     metrics = declared_metrics(config, kind)
     if metrics is None:
-        return Refusal(UnsupportedReason.UNREADABLE, "a metric_list that is not a list of metrics with names", _LEAVE)
+        return Refusal(UnsupportedReason.UNREADABLE, "a metric_list that is not a list of metrics with names")
     if pair := next((metric.name for metric in metrics if metric.averages_pairs), None):
         return Refusal(
             UnsupportedReason.NO_MEAN,
@@ -156,12 +335,6 @@ def refusal_of(
     return None
 
 
-def refusal_of_leaf(leaf: LeafConfig, *, code_allowed: bool = False) -> Refusal | None:
-    """Return why a task that lm-eval ships cannot guard a release, or None if it can. See ``refusal_of``."""
-    missing = missing_requirements(_files_of_shipped(leaf.config))
-    return refusal_of(leaf.config, missing, code_allowed=code_allowed)
-
-
 def pin_sound_tasks(
     names: Iterable[str],
     root: Path,
@@ -179,16 +352,16 @@ def pin_sound_tasks(
     mirror = None if data is None else (root / data).absolute()
     distinct_names = tuple(dict.fromkeys(names))
     for task in distinct_names:
-        require_supported(task, root, location, code_allowed=task in code_of)
-        if is_file_name(task):
-            expect_inputs(read_definition((root / task).absolute()).files, mirror)
+        tree = require_supported(task, root, location, code_allowed=task in code_of)
+        if tree.path is not None:
+            expect_inputs(tree.files, mirror)
     return {task: allow_code(pin_task(task, root, hashes, mirror), task, code_of) for task in distinct_names}
 
 
 def require_supported(
     task: str, root: Path = Path(), location: str = "evaluate.tasks", *, code_allowed: bool = False
-) -> None:
-    """Check that a task, with all tasks below it, can guard a release.
+) -> TaskTree:
+    """Return a task with all tasks below it, if each of them can guard a release.
 
     ``task`` is the name of a task, group or tag that lm-eval ships, or a YAML file relative to ``root``. ``location``
     is the location in the profile for messages. ``code_allowed`` tells whether ``evaluate.allow_code`` lists the task.
@@ -197,12 +370,12 @@ def require_supported(
         InvalidInput: If a task is unsupported or a file cannot be read. The message names the first such task and the
             reason.
     """
-    group_name, leaves = _leaves(task, root)
-    for name, config, files in leaves:
-        refusal = refusal_of(config, missing_requirements(files), code_allowed=code_allowed)
+    tree = task_tree(task, root)
+    for leaf in tree.leaves:
+        refusal = refusal_of(leaf.config, missing_requirements(leaf.function_files), code_allowed=code_allowed)
         if refusal is None:
             continue
-        is_member = name != group_name
+        is_member = leaf.name != tree.name
         expected, remedy = "a task whose score is a mean over documents", refusal.remedy
         if refusal.reason is UnsupportedReason.CODE:
             expected, remedy = f"{task} under evaluate.allow_code", allow_code_advice(task)
@@ -211,17 +384,12 @@ def require_supported(
         if is_member and refusal.reason is not UnsupportedReason.CODE:
             remedy += ", or name the other tasks of the group individually"
         raise InvalidInput(
-            f"{location}: {task}" + (f": {name}" if is_member else ""),
+            f"{location}: {task}" + (f": {leaf.name}" if is_member else ""),
             found=refusal.found,
             expected=expected,
             remedy=remedy,
         )
-
-
-def generates_answers(task: str, root: Path = Path()) -> bool:
-    """Return whether every task below ``task`` (see ``require_supported``) lets the model generate its answers."""
-    configs = [config for _, config, _ in _leaves(task, root)[1]]
-    return {config.get("output_type") or "generate_until" for config in configs} == {"generate_until"}
+    return tree
 
 
 def require_effect(
@@ -238,8 +406,8 @@ def require_effect(
     """
     scoring = scoring or Scoring()
     resolved = resolve_prompt_settings(settings, scoring)
-    path = (root / task).absolute() if is_file_name(task) else None
-    if task_form(task, path) == "pictures":
+    tree = task_tree(task, root)
+    if tree.form == "pictures":
         location = f"evaluate.tasks: {task}"
         if not find_backend(scoring.backend).reads_pictures:
             raise InvalidInput(
@@ -262,7 +430,7 @@ def require_effect(
                 expected="0, because lm-eval passes no pictures of few-shot examples",
                 remedy="num_fewshot: 0 for this task",
             )
-    if resolved.enable_thinking and not generates_answers(task, root):
+    if resolved.enable_thinking and not tree.generates_answers:
         raise InvalidInput(
             f"evaluate.tasks: {task}: enable_thinking",
             found="true for a task that scores given answers by their log-likelihood, before which no model thinks",
@@ -271,17 +439,15 @@ def require_effect(
         )
     if settings is None:
         return
-    configs = [config for _, config, _ in _leaves(task, root)[1]]
-    if settings.num_fewshot and all(config.get("num_fewshot") == 0 for config in configs):
+    if settings.num_fewshot and all(leaf.config.get("num_fewshot") == 0 for leaf in tree.leaves):
         raise InvalidInput(
             f"evaluate.tasks: {task}: num_fewshot",
             found=f"{settings.num_fewshot}, although the task sets 0",
             expected="no setting: lm-eval keeps a 0 that the task sets",
             remedy="remove it, or include the task in your own YAML file with num_fewshot",
         )
-    kinds = {config.get("output_type") or "generate_until" for config in configs}
     for name in ("gen_kwargs", "think_end_token"):
-        if getattr(settings, name) and "generate_until" not in kinds:
+        if getattr(settings, name) and "generate_until" not in tree.output_types:
             raise InvalidInput(
                 f"evaluate.tasks: {task}: {name}",
                 found="a setting for generated answers, but the task has none",
@@ -294,16 +460,11 @@ def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
     """Check that ``evaluate.data`` has the few-shot examples of a task. For data from the Hub, loading checks this.
 
     ``num_fewshot`` is the number of examples in the profile, or None for the task's own number.
-
-    Raises:
-        InvalidInput: If a file is missing; the message names it.
     """
     if task.mirror is None:
         return
-    for dataset in named_data(task.in_lm_eval, task.definition):
-        own = dataset.num_fewshot
-        count = num_fewshot if num_fewshot is not None and own != 0 else own
-        if not count:
+    for dataset in task.tree.datasets:
+        if not (count := fewshot_count(dataset.num_fewshot, num_fewshot)):
             continue
         source = find_dataset(task.mirror, dataset)
         if dataset.examples and source.directory is None and dataset.examples not in source.by_split:
@@ -326,16 +487,9 @@ def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> 
     Raises:
         InvalidInput: If all tasks of the group have equal weight and ``mean_over`` is None, or if the list is invalid.
     """
-    is_file, names = is_file_name(task), shipped_names()
-    config: Mapping[str, Any] = {}
-    if is_file:
-        config = read_definition((root / task).absolute()).config
-    elif task in names.groups and task not in names.tasks:
-        config = read_shipped(names.groups[task])
-    if "group" not in config:
-        return
+    tree = task_tree(task, root)
     location = f"evaluate.tasks: {task}: aggregate_metric_list"
-    metric_list = config.get("aggregate_metric_list") or []
+    metric_list = tree.group_config.get("aggregate_metric_list") or []
     entries = metric_list if isinstance(metric_list, list) else [metric_list]
     if not all(isinstance(entry, Mapping) and isinstance(entry.get("metric"), str) for entry in entries):
         raise InvalidInput(
@@ -356,26 +510,6 @@ def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> 
             "equally",
             expected="a guard that requests the mean over documents",
             remedy="mean_over: documents in the guard"
-            + (", or weight_by_size: true in the file" if is_file else "")
+            + (", or weight_by_size: true in the file" if tree.path else "")
             + "; or a guard for each of its tasks",
         )
-
-
-def _leaves(task: str, root: Path) -> tuple[str, list[tuple[str, Mapping[str, Any], tuple[Path, ...]]]]:
-    """Return lm-eval's name of a task, and the name, configuration and function files of each task below it."""
-    if not is_file_name(task):
-        shipped = shipped_leaves(task)
-        return task, [(leaf.name, leaf.config, _files_of_shipped(leaf.config)) for leaf in shipped]
-    definition = read_definition((root / task).absolute())
-    local: list[tuple[str, Mapping[str, Any], tuple[Path, ...]]] = []
-    for leaf in definition.leaves:  # the files that define its functions are next to its YAML files
-        names = {text.file.as_posix() for text in texts_in(leaf.config) if isinstance(text, Function)}
-        files = (file for file in leaf.files if any(f"/{file.as_posix()}".endswith(f"/{name}") for name in names))
-        local.append((leaf.name, leaf.config, tuple(files)))
-    return definition.name, local
-
-
-def _files_of_shipped(config: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Return the files that define the functions of a task that lm-eval ships."""
-    files = {Path(text.rpartition(".")[0] + ".py") for text in texts_in(config) if text.startswith("/")}
-    return tuple(file for file in sorted(files) if file.is_file())

@@ -25,7 +25,7 @@ from typing import Any
 
 from mergegate.merge_core.files import RecordJournal
 from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, AnswerEnd
-from mergegate.tasks.evaluation.pictures import PicturePrompt, as_picture_prompt
+from mergegate.tasks.evaluation.backends.pictures import PicturePrompt, as_picture_prompt
 
 
 class JournalledModel:
@@ -38,9 +38,8 @@ class JournalledModel:
         self._lm, self._journal, self._batched = lm, journal, batched
         self.ended_answers: list[tuple[Any, AnswerEnd]] = []  # request and end of every generated answer
         self.prompt_cuts: list[tuple[Any, int | None]] = []  # request and tokens removed from its prompt; None: unknown
-        self._scored_cuts: dict[
-            tuple[str, str], int
-        ] = {}  # the same, by the texts of a scored prompt that does not fit
+        # The same, by the texts of a scored prompt that does not fit.
+        self._scored_cuts: dict[tuple[str, str], int] = {}
         self._recorded: dict[str, deque[Any]] = defaultdict(deque)  # recorded answers, by request name
         self._generator: dict[str, Any] = {}  # generator state after the last batch, by kind of request
         for record in journal.records:
@@ -167,26 +166,6 @@ class JournalledModel:
     # As in lm-eval: the log-probability of each continuation in nats and whether it is the argmax; a generated text.
     loglikelihood = partialmethod(_answer_requests, "loglikelihood")
     generate_until = partialmethod(_answer_requests, "generate_until")
-
-
-def is_answer_record(record: object) -> bool:
-    """Return whether ``record`` has the form that ``JournalledModel`` writes to the journal."""
-    match record:
-        case {"kind": ("loglikelihood" | "generate_until") as kind, "answers": list(answers)}:
-            for answer in answers:
-                match answer:
-                    case [_, [_, _, *counts]] if kind == "loglikelihood" and len(counts) == 1:
-                        pass
-                    case [_, [str(), str(), *counts]] if kind == "generate_until" and len(counts) == 2:
-                        pass
-                    case _:
-                        return False
-                if all(count is None or type(count) is int for count in counts):
-                    continue
-                return False
-            state = record.get("generator", []) if isinstance(record, dict) else None
-            return isinstance(state, list) and all(isinstance(part, str) for part in state)
-    return False
 
 
 @contextmanager

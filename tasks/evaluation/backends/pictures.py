@@ -52,12 +52,7 @@ def has_pictures(leaf: Any) -> bool:
 
 
 def pictures_of(leaf: Any, document: Any, location: str) -> tuple[Any, ...]:
-    """Return the pictures of a document. Errors name ``location``.
-
-    Raises:
-        InvalidInput: The document has no picture, a value that is not a picture, or a different number of pictures and
-            placeholders.
-    """
+    """Return the pictures of a document. Errors name ``location``."""
     value = leaf.doc_to_image(document)
     pictures = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for picture in pictures:

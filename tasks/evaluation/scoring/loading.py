@@ -2,75 +2,87 @@
 
 lm-eval resolves names with an index that takes seven seconds to build, and caches data under a path that does not
 depend on its content. This module therefore writes a separate definition for each task, with absolute data paths and
-without a cache. The last loaded task stays in memory. ``LoadedTask.digest`` pins all documents, examples, templates
-and settings.
+without a cache. The last loaded task stays in memory.
+
+Scores belong to documents, not to a name: replacing a file of a dataset on the Hub creates a different benchmark with
+the same name. ``LoadedTask.digest``, which is part of the cache key of a measurement, therefore covers every document,
+the source of few-shot examples, templates, filters and generation settings, in the form in which lm-eval loads them.
+Loading may take minutes, so ``revision_now`` first finds out whether it is necessary, from the commit of a dataset on
+the Hub, the content of a local directory, or the local cache if the network is forbidden.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
+import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import fields, is_dataclass
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from re import search
+from typing import Annotated, Any, TypeVar
+from unittest.mock import patch
 
 import yaml
+from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import sha256_file
-from mergegate.tasks.checkpoints import TellProgress
+from mergegate.tasks.checkpoints import CallNeeds, TellProgress, call_model_process
+from mergegate.tasks.evaluation.backends.pictures import has_pictures, hash_document, pictures_of
 from mergegate.tasks.evaluation.built_in import BuiltInLeaf
-from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choices_of
-from mergegate.tasks.evaluation.code_metric import CHECK, CodeEval, confine_code_eval, functions_in
-from mergegate.tasks.evaluation.document_order import order_documents
-from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
-from mergegate.tasks.evaluation.lm_eval_tasks import DocumentText, judging_metrics, quiet, text_of
-from mergegate.tasks.evaluation.mirror import FoundDataset, find_datasets
-from mergegate.tasks.evaluation.mirror_loader import datasets_from
-from mergegate.tasks.evaluation.splits import DocumentSet, split_documents
-from mergegate.tasks.evaluation.task_data import (
-    DataSource,
-    LoadedData,
-    TaskData,
-    digest_of_leaves,
-    record_sources,
-    revision_now,
-)
-from mergegate.tasks.evaluation.task_definition import EvalTask, digest_definition, named_data, read_definition
-from mergegate.tasks.evaluation.task_file import as_list, function_dumper
+from mergegate.tasks.evaluation.definitions.code import CHECK, CodeEval, confine_code_eval, functions_in
+from mergegate.tasks.evaluation.definitions.datasets import FoundDataset, data_file_names, datasets_from, find_datasets
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.definitions.task_file import as_list, function_dumper
+from mergegate.tasks.evaluation.definitions.tree import TaskLeaf
+from mergegate.tasks.evaluation.scoring.lm_eval_tasks import DocumentText, LoadedTask, judging_metrics, quiet, text_of
+from mergegate.tasks.evaluation.scoring.metrics import PROBABILITY, choices_of
+from mergegate.tasks.evaluation.values import DataSource, TaskData, order_documents, split_documents
 from mergegate.tasks.sandbox import ProgramLimits
+from mergegate.tasks.stage import StageValue
+from mergegate.tasks.store import NotInKey, digest
 
 _MAX_CLUSTER_NAME = 64  # longest cluster name, in characters, that is stored as text
 _TEMPLATES = 1024  # size of the cache of compiled templates; a large group of tasks has a few per task
 
 # datasets reports downloads of its file formats over the network. It reads this variable when it is first imported.
 os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+_COMMIT = r"(?:^|[@/])([0-9a-f]{40})(?:/|$)"
+# Keys of a configuration that are paths on this machine, or only labels.
+_UNPINNED_KEYS = ("dataset_kwargs", "metadata", "tag", "task_alias")
+A = TypeVar("A")
+LOADED_WITHIN = 1800.0  # default limit in seconds for loading the data of one task, downloads included
 
 
-@dataclass(frozen=True)
-class LoadedTask:
-    """lm-eval's task objects for one task, and the original values of the settings that scoring overrides in them."""
+class CountLimit(BaseModel):
+    """Time limit for loading the data of a task."""
 
-    leaves: Mapping[str, Any]
-    fewshot: Mapping[str, int | None]
-    generation: Mapping[str, Mapping[str, Any] | None]  # settings of generation; None for a leaf that generates nothing
-    scratch: Any  # directory into which local data was read; deleted together with this object
-    sources: tuple[DataSource, ...]  # datasets that the task was loaded from
-    revisions: tuple[str | None, ...]  # their revisions at that time
-    digest: str  # digest of documents, examples, templates and settings
-    examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by leaf, number and seed
-    sets: dict[DocumentSet, frozenset[tuple[str, int]]] = field(default_factory=dict)  # cache of document sets
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Number of documents in each leaf, by name."""
-        return {name: len(leaf.eval_docs) for name, leaf in self.leaves.items()}
+    seconds: Annotated[float | None, NotInKey] = None
+
+
+class TaskSize(StageValue):
+    """Number of documents in a task, its metrics, and the digest that pins the documents."""
+
+    documents: int
+    data: TaskData
+    metrics: dict[str, dict[str, bool]]  # by leaf: metrics that can judge it, and whether higher is better
+
+    def summary(self) -> str:
+        return f"{self.documents:,}"
+
+    def pin(self, task: EvalTask) -> EvalTask:
+        """Return ``task`` with its data pinned."""
+        data = {"data_digest": self.data.digest, "sources": self.data.sources, "documents": self.documents}
+        return task.model_copy(update=data)
 
 
 _last_loaded: tuple[tuple[str, Path | None, ProgramLimits | None], LoadedTask] | None = None
@@ -136,27 +148,22 @@ def _load_leaves(task: EvalTask, scratch: Path) -> dict[str, Any]:
     def mirror(datasets: Iterable[FoundDataset]) -> AbstractContextManager[None]:
         return nullcontext() if task.mirror is None else datasets_from(datasets, scratch)
 
+    tree = task.tree
     try:
         datasets: dict[str, FoundDataset] = {}
         if task.mirror is not None:
-            requests = named_data(task.in_lm_eval, task.definition)
-            datasets = {each.request.task: each for each in find_datasets(task.mirror, requests)}
-        shipped = () if task.definition else shipped_leaves(task.in_lm_eval)
-        if any("/" in str(leaf.overrides) or "::" in leaf.name for leaf in shipped):
+            datasets = {each.request.task: each for each in find_datasets(task.mirror, tree.datasets)}
+        if tree.path is None and any("/" in str(leaf.overrides) or leaf.is_inline for leaf in tree.leaves):
             # A group that overrides functions of its tasks, or defines tasks inline: only lm-eval's index can load it.
             with mirror(datasets.values()):
                 return dict(_lm_eval_index().load([task.in_lm_eval])["tasks"])
-        definitions: dict[str, Path] = {}
-        for number, leaf in enumerate(shipped):
-            definitions[leaf.name] = path = scratch / f"shipped{number}.yaml"
-            path.write_text(yaml.safe_dump({"include": str(leaf.path), **leaf.overrides, "task": leaf.name}))
-        if task.definition:
-            definitions = _write_local_definitions(task, task.definition, scratch)
+        if tree.path is not None and tree.digest(sha256_file, task.mirror) != task.digest:  # reads every byte
+            raise InvalidInput(str(tree.path), found="a file that changed during the run", remedy="run again")
         manager = TaskManager(include_defaults=False)
         loaded: dict[str, Any] = {}
-        for name, path in definitions.items():  # one at a time, so that each task sees only its own datasets
-            with mirror([datasets[name]] if name in datasets else []):
-                loaded |= manager.load([str(path)])["tasks"]
+        for number, leaf in enumerate(tree.leaves):  # one at a time, so that each task sees only its own datasets
+            with mirror([datasets[leaf.name]] if leaf.name in datasets else []):
+                loaded |= manager.load([str(_write_definition(leaf, scratch, number))])["tasks"]
         return loaded
     except InvalidInput:
         raise
@@ -176,34 +183,29 @@ def _load_leaves(task: EvalTask, scratch: Path) -> dict[str, Any]:
         ) from error
 
 
-def _write_local_definitions(task: EvalTask, path: Path, scratch: Path) -> dict[str, Path]:
-    """Write definitions that include local YAML files but load their data without a cache; return their paths by task.
+def _write_definition(leaf: TaskLeaf, scratch: Path, number: int) -> Path:
+    """Write a definition that includes that of a task, but loads its local data without a cache; return its path.
 
     datasets caches data in the user's home directory under (path, mtime), so a replaced file with the same mtime would
     yield stale data. A group becomes one definition per task, because lm-eval's groups only add a mean over tasks,
     which mergegate does not use.
     """
-    definition = read_definition(path)
-    if digest_definition(definition, sha256_file, task.mirror) != task.digest:  # reads every byte
-        raise InvalidInput(str(path), found="a file that changed during the run", remedy="run again")
-    paths = {}
-    for number, leaf in enumerate(definition.leaves):
-        kwargs = dict(leaf.config.get("dataset_kwargs") or {})
-        if leaf.data_files is not None:
-            kwargs["data_files"] = leaf.data_files
-        if leaf.is_local:
-            kwargs["cache_dir"] = str(scratch / "cache")
-        functions_link = scratch / f"functions{number}"  # lm-eval resolves functions relative to the file with the name
-        functions_link.symlink_to(leaf.functions_from)
-        config: dict[str, Any] = {} if leaf.is_inline else {"include": str(leaf.path)}
-        config |= {**leaf.overrides, "task": leaf.name}
-        if leaf.dataset_path:
-            config["dataset_path"] = leaf.dataset_path
-        if kwargs:
-            config["dataset_kwargs"] = kwargs
-        paths[leaf.name] = written = scratch / f"task{number}.yaml"
-        written.write_text(yaml.dump(config, Dumper=function_dumper(functions_link)))
-    return paths
+    functions_link = scratch / f"functions{number}"  # lm-eval resolves functions relative to the file with the name
+    functions_link.symlink_to(leaf.path.parent)
+    config: dict[str, Any] = {} if leaf.is_inline else {"include": str(leaf.path)}
+    config |= {**leaf.overrides, "task": leaf.name}
+    kwargs = dict(leaf.config.get("dataset_kwargs") or {}) if leaf.files else {}
+    if leaf.data_files is not None:
+        kwargs["data_files"] = leaf.data_files
+    if leaf.is_local:
+        kwargs["cache_dir"] = str(scratch / "cache")
+    if leaf.dataset_path:
+        config["dataset_path"] = leaf.dataset_path
+    if kwargs:
+        config["dataset_kwargs"] = kwargs
+    path = scratch / f"task{number}.yaml"
+    path.write_text(yaml.dump(config, Dumper=function_dumper(functions_link)))
+    return path
 
 
 @lru_cache(maxsize=1)
@@ -230,15 +232,12 @@ def _lm_eval_index() -> Any:
     return TaskManager()  # parses every definition that lm-eval ships: seven seconds, once per process
 
 
-def inspect_data(task: EvalTask, on_progress: TellProgress | None = None) -> LoadedData:
+def inspect_data(task: EvalTask, on_progress: TellProgress | None = None) -> TaskSize:
     """Load ``task``, count and pin its documents, and determine its metrics.
 
     For a group, all tasks below it count; for a task with a document set, only the documents in the set. If the
     datasets changed since the task was last loaded, it is loaded again. The metrics are all those that are means, once
     for each filter of the answers. Scoring may produce fewer metrics but never others.
-
-    Raises:
-        InvalidInput: If the task's data cannot be loaded, or a leaf has no metric that can judge it.
     """
     global _last_loaded
     with quiet():
@@ -265,7 +264,7 @@ def inspect_data(task: EvalTask, on_progress: TellProgress | None = None) -> Loa
         counted = documents_in_set(loaded, task)
         documents = sum(loaded.sizes.values()) if counted is None else len(counted)
         sources = () if task.is_local else loaded.sources
-        return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources), metrics)
+        return TaskSize(documents=documents, data=TaskData(digest=loaded.digest, sources=sources), metrics=metrics)
 
 
 def documents_in_set(loaded_task: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
@@ -304,9 +303,6 @@ def clusters_in_order(
     """Return the cluster of each document in the task's document set, in the scoring order of ``seed``.
 
     ``cluster_field`` is the document field that names the cluster, or ``task`` to cluster by the tasks of a group.
-
-    Raises:
-        InvalidInput: If the task's data cannot be loaded, or a document lacks the field.
     """
     with quiet():
         loaded = load_task(task)
@@ -340,9 +336,6 @@ def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> di
     """Return the texts of documents by (leaf, position). ``positions`` lists the documents by leaf.
 
     Documents that no longer exist are left out.
-
-    Raises:
-        InvalidInput: If the data of the task cannot be loaded.
     """
     with quiet():
         leaves = load_task(task).leaves
@@ -353,3 +346,137 @@ def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> di
             for doc_id in doc_ids
             if doc_id < len(leaves[name].eval_docs)
         }
+
+
+def digest_of_leaves(leaves: Mapping[str, Any]) -> str:
+    """Return a sha256 over the documents, examples, templates and settings of lm-eval's task objects."""
+    hasher = hashlib.sha256()
+    for name in sorted(leaves):
+        leaf = leaves[name]
+        config = {key: value for key, value in _plain(leaf.config).items() if key not in _UNPINNED_KEYS}
+        if Path(str(config.get("dataset_path"))).is_absolute():
+            del config["dataset_path"]
+        sampler = getattr(leaf, "sampler", None)
+        hasher.update(_line({"task": name, "version": str(leaf.VERSION), "config": config}))
+        for kind, documents in (("document", leaf.eval_docs), ("example", getattr(sampler, "df", None) or ())):
+            for document in documents:
+                if kind == "document" and has_pictures(leaf):  # a document may only name its pictures
+                    pictures = pictures_of(leaf, document, f"task {name}")
+                    hasher.update(_line({kind: hash_document(document, pictures)}))
+                    continue
+                hasher.update(_line({kind: _plain(document)}))
+    return hasher.hexdigest()
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value to plain types that are equal in every process: functions to their source, arrays to a hash."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping) and not is_dataclass(value):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, partial):
+        return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
+    if callable(value):
+        try:
+            return inspect.getsource(value)
+        except (TypeError, OSError):
+            return getattr(value, "__qualname__", type(value).__qualname__)
+    if hasattr(value, "tobytes"):  # images, audio, arrays
+        return hashlib.sha256(value.tobytes()).hexdigest()
+    return str(value)
+
+
+@contextmanager
+def record_sources() -> Iterator[list[DataSource]]:
+    """Yield a list that records every dataset that is loaded inside the context."""
+    import datasets  # type: ignore[import-untyped]  # ships no types
+
+    sources: list[DataSource] = []
+    load = datasets.load_dataset
+
+    def load_and_record(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        dataset = load(path, name, *args, **kwargs)
+        splits = dataset.values() if isinstance(dataset, Mapping) else [dataset]
+        locations: list[object] = []  # of everything that was downloaded; those on the Hub contain the commit
+        for split in splits:
+            locations += getattr(getattr(split, "info", None), "download_checksums", None) or {}
+            locations += [file.get("filename", "") for file in getattr(split, "cache_files", None) or ()]
+        commit = next((match[1] for text in locations if (match := search(_COMMIT, str(text)))), "")
+        source = DataSource(
+            path=str(path),
+            name=None if name is None else str(name),
+            data_files=tuple(data_file_names(kwargs.get("data_files"))),
+            revision=str(kwargs.get("revision") or commit),
+        )
+        if source not in sources:
+            sources.append(source)
+        return dataset
+
+    with patch.object(datasets, "load_dataset", load_and_record):
+        yield sources
+
+
+def revision_now(source: DataSource) -> str | None:
+    """Return a text that changes whenever a dataset may have changed, without loading the dataset.
+
+    The result is None if only loading reveals a change.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from mergegate.tasks.checkpoints.hub import hub_access, is_offline
+
+    files: dict[str, Path] | None = None
+    if (directory := Path(source.path)).is_dir():
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+        files = {path.relative_to(directory).as_posix(): path for path in paths}
+    elif any("://" in file for file in source.data_files):
+        return None
+    elif source.data_files and all(Path(file).is_file() for file in source.data_files):
+        files = {file: Path(file) for file in source.data_files}
+    if files is not None:
+        return "files " + digest([[name, sha256_file(path)] for name, path in files.items()])
+    if not is_offline():
+        try:
+            return f"commit {hub_access(writing=False).api().dataset_info(source.path, timeout=20).sha}"
+        except (HfHubHTTPError, OSError, ValueError):
+            pass  # The Hub is unavailable, so loading uses the newest of the cached copies.
+    import datasets
+
+    owner, _, name = source.path.rpartition("/")
+    folder = "___".join([*([owner] if owner else []), datasets.naming.camelcase_to_snakecase(name)])
+    directory = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / folder
+    entries = [
+        (path.relative_to(directory).as_posix(), path.stat().st_mtime_ns) for path in sorted(directory.glob("*/*/*"))
+    ]
+    return f"cache {digest([list(entry) for entry in entries])}" if entries else None
+
+
+def inspect_in_child(task: EvalTask, time_limit: float | None = None) -> TaskSize:
+    """Run ``inspect_data`` in the model process, because loading untrusted data can hang or crash."""
+    return call_with_task_data(task, inspect_data, (task,), "its data", time_limit)
+
+
+def call_with_task_data(
+    task: EvalTask, function: Callable[..., A], arguments: tuple[object, ...], subject: str, time_limit: float | None
+) -> A:
+    """Call ``function`` with ``arguments`` and ``on_progress`` in the model process, where it may load a task's data.
+
+    ``subject`` describes the work in messages. ``time_limit`` is in seconds. None: ``LOADED_WITHIN``.
+    """
+    return call_model_process(
+        function,
+        arguments,
+        location=f"task {task.name}: {subject}",
+        needs=CallNeeds(
+            network=not task.is_local,  # data that is loaded now needs no network later
+            time_limit=LOADED_WITHIN if time_limit is None else time_limit,
+        ),
+    )

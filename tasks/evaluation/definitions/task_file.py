@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,73 +42,11 @@ class Function(str):
         return Path(self.rpartition(".")[0].replace(".", "/") + ".py")
 
 
-@dataclass(frozen=True)
-class Definition:
-    """Definition of a local task, or of a group of tasks, from its YAML file and the files that it includes."""
-
-    path: Path
-    name: str
-    config: Mapping[str, Any]  # merged; a file's own keys override its includes
-    files: tuple[Path, ...]  # all files that determine what the task evaluates, in the order of discovery
-    dataset_path: str  # absolute for a local directory
-    data_files: Any  # as in the YAML file, with absolute paths; None if there are none
-    members: tuple[Definition, ...] = ()  # for a group: all tasks below it
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # settings of a group that override the task's file
-    is_inline: bool = False  # whether the task has no file and ``overrides`` is complete
-    functions_from: Path = Path()  # directory for resolving functions in ``overrides``
-
-    @property
-    def leaves(self) -> tuple[Definition, ...]:
-        """Tasks below a group, or the task itself."""
-        return self.members or (self,)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all data is on this machine, so that loading needs neither a network nor a cache."""
-        if self.members:
-            return all(member.is_local for member in self.members)
-        return (self.data_files is not None and not any("://" in text for text in texts_in(self.data_files))) or Path(
-            self.dataset_path
-        ).is_absolute()
-
-
-def resolve_definition(
-    path: Path,
-    name: str,
-    config: Mapping[str, Any],
-    data_root: Path,
-    files: list[Path],
-    **group_settings: Any,
-) -> Definition:
-    """Make the data paths of one task absolute and return its definition. Appends local data files to ``files``."""
-    dataset_path = str(config.get("dataset_path") or "")
-    kwargs = config.get("dataset_kwargs") or {}
-    if not isinstance(kwargs, Mapping):
-        raise InvalidInput(f"{path}: dataset_kwargs", found=f"{kwargs!r:.60}", expected="a mapping")
-    data_files = kwargs.get("data_files")
-    if data_files is not None:
-        first = len(files)
-        data_files = _resolve(data_files, data_root, str(path), files)
-        if config.get("doc_to_image"):
-            files += [picture for file in files[first:] for picture in _named_pictures(file)]
-    elif dataset_path:
-        with parsing_errors(f"{path}: dataset_path", "not the name of a directory or a dataset"):
-            directory = data_root / dataset_path if (data_root / dataset_path).is_dir() else None
-        if directory is not None:
-            dataset_path = str(directory)
-            files += sorted(file for file in directory.rglob("*") if file.is_file() and not file.name.startswith("."))
-    settings = {"functions_from": path.parent, **group_settings}
-    return Definition(path, name, config, tuple(files), dataset_path, data_files, **settings)
-
-
 def local_imports(path: Path, directory: Path) -> tuple[Path, ...]:
     """Return the files in ``directory``, or next to ``path``, that the module ``path`` imports.
 
     They affect a task as much as its functions do, so they are pinned with it. Imports whose names are known only at
     run time (``importlib``) are not found; the YAML file must name such files.
-
-    Raises:
-        InvalidInput: If ``path`` is not a plain file, or not Python.
     """
     content = read_plain(path, _MAX_CODE_BYTES, expected="a Python file that a task names")
     names: dict[tuple[str, ...], None] = {}  # of modules, split at the dots; ``from x import y`` is both x and x.y
@@ -220,12 +157,12 @@ def read_task_file(path: Path, files: list[Path], including: tuple[Path, ...]) -
     return config, path.parent if has_data else data_root
 
 
-def _resolve(data_files: Any, base: Path, location: str, files: list[Path]) -> Any:
+def resolve_data_files(data_files: Any, base: Path, location: str, files: list[Path]) -> Any:
     """Make the paths in ``data_files`` (a path, a list, or either by split) absolute, and expand patterns to lists."""
     if isinstance(data_files, Mapping):
-        return {split: _resolve(inner, base, location, files) for split, inner in data_files.items()}
+        return {split: resolve_data_files(inner, base, location, files) for split, inner in data_files.items()}
     if isinstance(data_files, list):
-        return [path for inner in data_files for path in as_list(_resolve(inner, base, location, files))]
+        return [path for inner in data_files for path in as_list(resolve_data_files(inner, base, location, files))]
     text = str(data_files)
     if "://" in text:
         return text  # datasets downloads it; only the address can be pinned here
@@ -246,7 +183,7 @@ def _resolve(data_files: Any, base: Path, location: str, files: list[Path]) -> A
     return [str(file) for file in paths] if len(paths) > 1 else str(paths[0])
 
 
-def _named_pictures(file: Path) -> list[Path]:
+def named_pictures(file: Path) -> list[Path]:
     """Return the existing pictures that the lines of a jsonl file name, relative to the file or absolute."""
     if file.suffix != ".jsonl":
         return []  # other formats contain their pictures

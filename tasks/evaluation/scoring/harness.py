@@ -15,34 +15,45 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation, open_journal
-from mergegate.tasks.checkpoints import Model, TellProgress, load_model
-from mergegate.tasks.evaluation.answer_journal import attach_journal, is_answer_record
+from mergegate.tasks.checkpoints import CallNeeds, Model, TellProgress, call_model_process, load_model
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
+from mergegate.tasks.evaluation.backends.pictures import as_picture_prompt, has_pictures, hash_with_pictures
 from mergegate.tasks.evaluation.built_in import BuiltInScore
-from mergegate.tasks.evaluation.choice_probability import (
+from mergegate.tasks.evaluation.definitions.code import report_programs
+from mergegate.tasks.evaluation.definitions.task import EvalTask
+from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, answer_of
+from mergegate.tasks.evaluation.scoring.lm_eval_tasks import (
+    LoadedTask,
+    answer_budget,
+    judging_metrics,
+    quiet,
+    set_up_tasks,
+    text_of,
+    user_errors,
+    with_budget,
+)
+from mergegate.tasks.evaluation.scoring.loading import cluster_of, documents_in_set, load_task
+from mergegate.tasks.evaluation.scoring.metrics import (
     PROBABILITY,
     AnsweredChoice,
     chance_level,
+    check_all_scored,
+    checked_score,
     choices_of,
     likelihoods_of,
     probabilities,
 )
-from mergegate.tasks.evaluation.code_metric import report_programs
-from mergegate.tasks.evaluation.document_order import DocumentRange, documents_of_range
-from mergegate.tasks.evaluation.document_scores import DocumentScore, answer_of
-from mergegate.tasks.evaluation.lm_eval_tasks import judging_metrics, quiet, text_of, user_errors
-from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
-from mergegate.tasks.evaluation.pictures import as_picture_prompt, has_pictures, hash_with_pictures
 from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
-from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.evaluation.task_loading import LoadedTask, cluster_of, documents_in_set, load_task
-from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, answer_budget, set_up_tasks
+from mergegate.tasks.evaluation.values import DocumentRange, documents_of_range
 from mergegate.tasks.store import digest
 
 
@@ -76,7 +87,7 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
     """Score one part of the documents of a task.
 
     The result contains only metrics that are means over documents, because a gate needs the contribution of each
-    document. Choice tasks have an additional metric, the probability of the right answer (see ``choice_probability``).
+    document. Choice tasks have an additional metric, the probability of the right answer (see ``metrics``).
     ``on_progress`` is called with the number of answered requests and the total number.
 
     Raises:
@@ -89,7 +100,7 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
     with (
         quiet(),
         backend.opened(job.model, scoring, job.device) as opened,
-        open_journal(job.journal, is_answer_record) as records,
+        open_journal(job.journal) as records,
         attach_journal(opened, records, backend.computes_in) as lm,
         progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
         report_programs(lambda count: on_progress(count, count)),
@@ -133,10 +144,8 @@ def _score_built_in(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
         leaf = loaded.leaves[name]
         documents = [leaf.eval_docs[position] for position in positions]
         scores: list[DocumentScore] = []
-        results = _name_model(
-            f"{job.model.name}: task {name}",
-            built_in.score(model, documents, scoring.batch_size, on_progress),
-        )
+        location = f"{job.model.name}: task {name}"
+        results = _name_model(location, built_in.score(model, documents, scoring.batch_size, on_progress))
         for position, document, result in zip(positions, documents, results, strict=True):
             text = text_of(leaf, document)
             chances = built_in.chance_of(document)
@@ -148,7 +157,7 @@ def _score_built_in(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
                     doc_hash=text.doc_hash,
                     prompt_hash=digest(text.prompt),
                     target_hash=digest(text.target),
-                    outcome=checked_score(f"{job.model.name}: task {name}", label, position, result.scores[metric]),
+                    outcome=checked_score(location, label, position, result.scores[metric]),
                     cluster=cluster_of(name, document, task.cluster_field) if task.cluster_field else "",
                     higher_is_better=higher,
                     answer=result.answer,
@@ -191,8 +200,7 @@ class _LargerBudgets:
             if context is not None:
                 # The first answer had at least its own budget, perhaps because its prompt was cut.
                 budget = min(budget, max(context - len(self._lm.tok_encode(prompt)), answer_budget(settings)))
-            others = {name: value for name, value in settings.items() if name not in BUDGET_NAMES}
-            request.arguments = (prompt, {**others, "max_gen_toks": budget})
+            request.arguments = (prompt, with_budget(settings, budget))
         answers: list[str] = self._lm.generate_until(requests)
         return answers
 
@@ -250,54 +258,47 @@ def score_loaded_documents(
         cuts.setdefault((request.task_name, documents[request.task_name][request.doc_id]), []).append(cut)
     scores: list[DocumentScore] = []
     for name, samples in results["samples"].items():
-        scored_metrics = {metric for sample in samples for metric in sample["metrics"]}
-        directions = judging_metrics(name, leaves[name], scored_metrics)
-        answers: list[AnsweredChoice | None] = []
-        chances: list[float] = []
-        for sample in samples:
-            known = choices_of(leaves[name], sample["doc"])
-            count, right = known or (0, frozenset[int]())
-            chances.append(chance_level(leaves[name].OUTPUT_TYPE, sample, (count, len(right)) if known else None))
-            likelihoods = likelihoods_of(sample, count)
-            answers.append(AnsweredChoice(likelihoods, right) if likelihoods else None)
-        right_probabilities = probabilities([sample.get("acc") for sample in samples], answers)
-        no_probabilities = [None] * len(samples)
-        hashes = [
-            hash_with_pictures(leaves[name], int(sample["doc_id"]), str(sample["prompt_hash"]))
-            if has_pictures(leaves[name])
-            else (str(sample["doc_hash"]), str(sample["prompt_hash"]))
-            for sample in samples
-        ]
-        probable = right_probabilities or no_probabilities
-        for sample, chance, probability, (doc_hash, prompt_hash) in zip(
-            samples, chances, probable, hashes, strict=True
-        ):
+        leaf, scored_metrics = leaves[name], {metric for sample in samples for metric in sample["metrics"]}
+        directions = judging_metrics(name, leaf, scored_metrics)
+        choices = [choices_of(leaf, sample["doc"]) for sample in samples]
+        right_probabilities = probabilities(
+            [sample.get("acc") for sample in samples],
+            [
+                AnsweredChoice(likelihoods, known[1])
+                if known and (likelihoods := likelihoods_of(sample, known[0]))
+                else None
+                for sample, known in zip(samples, choices, strict=True)
+            ],
+        )
+        probable = right_probabilities or [None] * len(samples)
+        for sample, known, probability in zip(samples, choices, probable, strict=True):
+            doc_id, doc_hash, prompt_hash = int(sample["doc_id"]), str(sample["doc_hash"]), str(sample["prompt_hash"])
+            if has_pictures(leaf):
+                doc_hash, prompt_hash = hash_with_pictures(leaf, doc_id, prompt_hash)
             values = {metric: sample[metric] for metric in sample["metrics"] if metric in directions}
             if probability is not None and PROBABILITY not in scored_metrics:
                 values[PROBABILITY] = probability
-            cluster = cluster_of(name, sample["doc"], task.cluster_field) if task.cluster_field else ""
-            answer_ends = ends.get((name, int(sample["doc_id"])), ())
-            prompt_cuts = cuts.get((name, int(sample["doc_id"])), [None])
+            answer_ends = ends.get((name, doc_id), ())
+            prompt_cuts = cuts.get((name, doc_id), [None])
             for metric, value in values.items():
                 label = f"{metric},{sample['filter']}"
-                score = checked_score(f"{model}: task {name}", label, sample["doc_id"], value)
                 row = DocumentScore(
                     task=name,
                     metric=label,
-                    doc_id=int(sample["doc_id"]),
+                    doc_id=doc_id,
                     doc_hash=doc_hash,
                     prompt_hash=prompt_hash,
                     target_hash=str(sample["target_hash"]),
-                    outcome=score,
-                    cluster=cluster,
+                    outcome=checked_score(f"{model}: task {name}", label, doc_id, value),
+                    cluster=cluster_of(name, sample["doc"], task.cluster_field) if task.cluster_field else "",
                     higher_is_better=directions.get(metric, True),
                     answer=answer_of(sample),
                     ended=tuple(end.reason for end in answer_ends),
                     answer_tokens=tuple(end.tokens for end in answer_ends),
                     thinking_tokens=tuple(end.thinking for end in answer_ends),
                     prompt_cut=None if None in prompt_cuts else max(cut or 0 for cut in prompt_cuts),
-                    chance=chance,
-                    budgets=(budgets[name, int(sample["doc_id"])],) if answer_ends else (),
+                    chance=chance_level(leaf.OUTPUT_TYPE, sample, (known[0], len(known[1])) if known else None),
+                    budgets=(budgets[name, doc_id],) if answer_ends else (),
                 )
                 scores.append(row)
     expected = [(name, document) for name, positions in documents.items() for document in positions]
@@ -346,12 +347,26 @@ def progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]
 
     names = ("lm_eval.api.model", "lm_eval.api.task", *drawn_by)
     modules = [sys.modules[name] for name in names if name in sys.modules]
-    drawn = [(module, name) for module in modules for name in ("tqdm", "tqdm_asyncio") if hasattr(module, name)]
-    before = [getattr(module, name) for module, name in drawn]
-    for module, name in drawn:
-        setattr(module, name, ProgressCounter)
-    try:
+    with ExitStack() as bars:
+        for module, name in product(modules, ("tqdm", "tqdm_asyncio")):
+            if hasattr(module, name):
+                bars.enter_context(patch.object(module, name, ProgressCounter))
         yield
-    finally:
-        for (module, name), bar in zip(drawn, before, strict=True):
-            setattr(module, name, bar)
+
+
+def score_in_child(job: ScoringJob, on_progress: TellProgress) -> tuple[DocumentScore, ...]:
+    """Run ``score_documents`` in the model process, within ``scoring.time_limit``."""
+    backend = find_backend(job.scoring.backend)
+    return call_model_process(
+        score_documents,
+        (job,),
+        location=f"task {job.task.name} on {job.model.name}: {job.part}",
+        models=[job.model],
+        needs=CallNeeds(
+            own_process=not backend.frees_memory,
+            network=backend.network,
+            variables=tuple(backend.environment),
+            time_limit=job.scoring.time_limit,
+        ),
+        on_progress=on_progress,
+    )
