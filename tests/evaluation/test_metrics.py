@@ -21,9 +21,7 @@ from mergegate.tasks.evaluation.metrics import (
     metrics_by_leaf,
 )
 from mergegate.tasks.evaluation.stage import score_table
-from mergegate.tasks.gate.evidence import GatePlan
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import gate
+from mergegate.tasks.gate import GatePlan, GateRule, Guard, gate
 
 METRICS = ("acc,none", "acc_norm,none", "exact_match,strict-match", "exact_match,flexible-extract", "ter,none")
 Sides: TypeAlias = tuple[list[DocumentScore], list[DocumentScore]]

@@ -16,11 +16,9 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.document_scores import PairedScores
-from mergegate.tasks.gate import clusters
-from mergegate.tasks.gate.clusters import check_clusters, clustered_difference, critical_value, effective_clusters
-from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.statistics import Difference, binary_bounds
+from mergegate.tasks.gate import Difference, Guard, check_clusters, clustered_difference, clusters, graded_difference
+from mergegate.tasks.gate.clusters import critical_value, effective_clusters
+from mergegate.tasks.gate.statistics import binary_bounds
 
 UNEQUAL = (20, 30, 30, 50, 80, 120)
 script = script_fixture("error_rates")

@@ -25,10 +25,8 @@ from samples import sampled
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.result_files import find_results, read_task
-from mergegate.tasks.gate.evidence import GatePlan
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import GateInputs, gate
-from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
+from mergegate.tasks.gate import GateInputs, GatePlan, GateRule, Guard, gate, record_evidence, verdict_record
+from mergegate.tasks.gate.verdict_record import OUTCOMES
 from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.publish.exchange import inspect_logs, read_release_results
 from mergegate.tasks.publish.releases import VerifiedRelease, check_release
