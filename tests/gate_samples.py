@@ -10,12 +10,10 @@ from pathlib import Path
 from mergegate.tasks.evaluation.scoring import document_scores
 from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
+from mergegate.tasks.gate import GatePlan, GateRule, GateVerdict, Guard, GuardVerdict, gate
 from mergegate.tasks.gate.drift import ModelLikelihoods
-from mergegate.tasks.gate.evidence import GatePlan, GuardEvidence, measure_guard
+from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
 from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import gate
-from mergegate.tasks.gate.verdicts import GateVerdict, GuardVerdict
 from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement
 from mergegate.tasks.perplexity.stage import LIKELIHOODS_FILE, Likelihoods, total_likelihood, write_documents
 from mergegate.tasks.store.store import Artifact

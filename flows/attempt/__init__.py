@@ -1,9 +1,8 @@
 """Run one attempt at a release, and search for recipes to attempt.
 
 * ``assessment`` measures a merge and passes the results to the gate.
-* ``judgments`` adds the verdicts of a judge and of a server, if the profile configures them.
 * ``variants`` builds and judges quantized variants of a merge that passed.
-* ``attempt`` holds the result as a frozen value.
+* ``attempt`` holds the result as a frozen value, with the verdicts of a judge and of a server if the profile has them.
 * ``search`` looks for the recipe to merge.
 """
 
@@ -15,10 +14,11 @@ from mergegate.flows.attempt.attempt import (
     FurtherJudgment,
     JudgedMerge,
     distance_from_passing,
+    judge_answers,
     open_remedies,
     proposed_remedy,
+    serve_merge,
 )
-from mergegate.flows.attempt.judgments import judge_answers, serve_merge
 from mergegate.flows.attempt.search import (
     open_trial_pool,
     prepare_search,

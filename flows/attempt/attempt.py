@@ -1,4 +1,4 @@
-"""Define an attempt: a candidate recipe, its merge, and the verdicts about it."""
+"""Define an attempt: a candidate recipe, its merge, and the verdicts about it, by the gate, a judge and a server."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from mergegate.merge_core.errors import CannotDecide, InvalidInput, MergegateErr
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.explain import Explanation, Remedy, drop_tried_remedies, normalize_recipe
+from mergegate.tasks.judge import judge_models
 from mergegate.tasks.merge import MergeSummary
 from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish.releases import ReleasedModel
 from mergegate.tasks.report import read_history
-from mergegate.tasks.stage import JointVerdict, Outcome, Verdict, announce, combine_verdicts, home, severity
+from mergegate.tasks.serve import serve_models
+from mergegate.tasks.stage import JointVerdict, Outcome, Verdict, announce, combine_verdicts, home, runtime, severity
 from mergegate.tasks.store import Artifact
 from mergegate.tasks.variants import VariantFormat, VariantRecord, VariantVerdict
 
@@ -47,8 +49,24 @@ class JudgedMerge:
     adapted: PinnedCheckpoint | None = None
 
 
-# A judgment after the gate. It returns None if the profile does not configure it.
+# A judgment after the gate. It returns None if the profile does not configure it. To add one, write a function and add
+# it to ``JUDGMENTS`` in ``flows.release``.
 FurtherJudgment = Callable[[JudgedMerge], Verdict | None]
+
+
+def judge_answers(merge: JudgedMerge) -> Verdict | None:
+    """Let a judge compare the merge's answers with those of the parent that the profile selects."""
+    comparison = merge.evidence.answers
+    if comparison is None:
+        return None
+    reference = next(parent for parent in merge.parents if parent.name == comparison.settings.guarded_by)
+    return judge_models(reference, merge.model, comparison.prompts, comparison.settings, runtime()).verdict.as_verdict()
+
+
+def serve_merge(merge: JudgedMerge) -> Verdict | None:
+    """Run the smoke test of the merge on a real server, and measure its parents there if the profile requests it."""
+    served = serve_models(merge.profile.serve, merge.profile.root, merge.model, merge.parents, merge.adapted)
+    return served.as_verdict() if served else None
 
 
 @dataclass(frozen=True)

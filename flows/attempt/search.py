@@ -66,12 +66,7 @@ def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) ->
 
 
 def prepare_search(profile: Profile) -> PreparedSearch:
-    """Check all candidates of a search, fetch and pin their parents, and prepare the inputs of the trials.
-
-    Raises:
-        InvalidInput: The profile cannot be searched.
-        Refused: A license, a tokenizer or the machine rules out one of the recipes.
-    """
+    """Check all candidates of a search, fetch and pin their parents, and prepare the inputs of the trials."""
     if (settings := profile.sweep) is None:
         raise InvalidInput(
             f"profile {profile.name}",
@@ -164,11 +159,7 @@ class NamedCandidates(NamedTuple):
 
 
 def sweep_candidates(profile: Profile) -> NamedCandidates:
-    """Return recipes that contain every model a sweep may merge.
-
-    Raises:
-        InvalidInput: A recipe is invalid, or its placeholders and the sweep's parameters do not match.
-    """
+    """Return recipes that contain every model a sweep may merge."""
     assert profile.sweep is not None
     recipe = profile.searched_recipe
     choices = list(enumerate_recipes(recipe.document, profile.sweep))

@@ -80,11 +80,7 @@ class SearchedRecipe:
 
 
 def searched_recipe(source: Written, root: Path, location: str) -> SearchedRecipe:
-    """Read a recipe with unfilled placeholders. A relative path is relative to ``root``.
-
-    Raises:
-        InvalidInput: The file does not exist, is not YAML, or does not have exactly one document.
-    """
+    """Read a recipe with unfilled placeholders. A relative path is relative to ``root``."""
     document: object = source
     directory, location = root, f"{location}: recipe"
     if isinstance(source, Path):
@@ -154,9 +150,6 @@ def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path
     """Apply ``change`` to the single document of a candidate, and return the result as another candidate.
 
     A change of a recipe with a training run applies to the recipe as it is written, unless it replaces the models.
-
-    Raises:
-        InvalidInput: The change does not fit the recipe.
     """
     document = original.document if original.written is None or "models" in change else original.written
     assert document is not None
@@ -167,11 +160,7 @@ def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path
 
 
 def recipe_of_file(file: Path, remedy: str = "") -> Candidate:
-    """Read a recipe file. Its training runs are replaced with the checkpoints that exist now.
-
-    Raises:
-        InvalidInput: The recipe is invalid.
-    """
+    """Read a recipe file. Its training runs are replaced with the checkpoints that exist now."""
     documents = read_yaml(file, "a recipe in YAML")
     if any(isinstance(document, Mapping) and "run" in document for document in documents):
         mappings = [plain_mapping(document, str(file)) for document in documents]
@@ -191,9 +180,6 @@ def recipe_of_documents(
     """Build a candidate from documents as if they were a recipe file in ``directory``.
 
     Training runs are replaced with the checkpoints that exist now.
-
-    Raises:
-        InvalidInput: The recipe is invalid.
     """
     expanded = expand_training_runs(documents, directory, location)
     plain = [dict(document) for document in expanded.documents]

@@ -24,17 +24,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from mergegate.flows.candidates.last_round import is_reproducible, last_recipe, used_digests
 from mergegate.flows.candidates.run_expansion import ExpandedRecipe, is_pattern, matching_directories
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
-from mergegate.merge_core.recipe import CLIENT_KEYS
-from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
+from mergegate.merge_core.parsing import read_plain, read_yaml
+from mergegate.merge_core.recipe import CLIENT_KEYS, expand_user_path, parse_reference
+from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, files_digest, read_card
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def client_round(
         InvalidInput: The document is invalid.
         Refused: There are too few clients for a first round.
     """
-    settings = _parse_settings(document, location)
-    samples, at_least = settings.samples, settings.at_least
+    patterns, samples, at_least = _parse_settings(document, location)
     base = os.path.relpath(last_release, directory) if last_release else document.get("base_model")
     if not isinstance(base, str):
         raise InvalidInput(
@@ -86,7 +85,7 @@ def client_round(
     with suppress(MergegateError):
         start = open_checkpoint(directory / base)
     present = []
-    for name, path in _client_directories(settings.patterns, directory, remarks, f"{location}: clients"):
+    for name, path in _client_directories(patterns, directory, remarks, f"{location}: clients"):
         try:
             _require_same_shapes(start, name, path, base)
             digest = digest_of(path)
@@ -134,23 +133,12 @@ def client_round(
 
 
 def client_digest(path: Path, hashes: HashMemo) -> str:
-    """Return the digest of a client's files, which are a complete checkpoint or an adapter.
-
-    Raises:
-        InvalidInput: The directory contains neither.
-    """
+    """Return the digest of a client's files, which are a complete checkpoint or an adapter."""
     return adapter_files_digest(path, hashes) if _brings_adapter(path) else checkpoint_digest(path, hashes)
 
 
-class _ClientSettings(NamedTuple):
-    """Settings in a recipe of clients."""
-
-    patterns: list[str]
-    samples: Mapping[str, float]
-    at_least: int
-
-
-def _parse_settings(document: Mapping[str, Any], location: str) -> _ClientSettings:
+def _parse_settings(document: Mapping[str, Any], location: str) -> tuple[list[str], Mapping[str, float], int]:
+    """Return the patterns of directories, the samples by client, and the minimum number of clients."""
     defaults: tuple[object, ...] = ((), {}, 1)
     patterns, samples, at_least = map(document.get, CLIENT_KEYS, defaults)
     if (
@@ -174,7 +162,7 @@ def _parse_settings(document: Mapping[str, Any], location: str) -> _ClientSettin
             found="it cannot be combined with clients",
             expected="only one of them, because the clients are the models",
         )
-    return _ClientSettings(patterns, samples, at_least)
+    return patterns, samples, at_least
 
 
 def _is_count(value: object) -> bool:
@@ -257,3 +245,65 @@ def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], 
     if method.parameter("normalize") is not None and isinstance(shared, Mapping):
         plain["parameters"] = {"normalize": True, **shared}
     return {**plain, "base_model": base, "models": models}
+
+
+def used_digests(last_release: Path) -> frozenset[str]:
+    """Return the digests of a release's parents (including clients that the merge left out) and of their adapters."""
+    try:
+        parents = _parents_of(last_release)
+        adapters = [
+            parent["annotations"]["adapter"]["files"]
+            for parent in parents
+            if "adapter" in parent.get("annotations", {})
+        ]
+        return frozenset((*(str(parent["digest"]["sha256"]) for parent in parents), *map(files_digest, adapters)))
+    except (OSError, MergegateError, KeyError, TypeError, AttributeError):
+        return frozenset()
+
+
+def last_recipe(last_release: Path) -> tuple[Mapping[str, Any], ...]:
+    """Return the documents of a release's recipe."""
+    from mergegate.tasks.publish import RECIPE  # Imported late, because 'mergegate merge' needs no publication.
+
+    documents = read_yaml(last_release / RECIPE, "the recipe of the last release")
+    mappings = tuple(document for document in documents if isinstance(document, Mapping))
+    if not mappings or len(mappings) < len(documents):
+        raise InvalidInput(str(last_release / RECIPE), found=f"{documents!r:.60}", expected="the recipe of a release")
+    return mappings
+
+
+def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Path], str]) -> bool:
+    """Return whether all parents of a release still exist unchanged.
+
+    Models on the Hub count as unchanged. A release without readable provenance counts as reproducible.
+    """
+    from mergegate.tasks.publish import PROVENANCE
+
+    def is_unchanged(parent: Mapping[str, Any]) -> bool:
+        notes, digest = parent.get("annotations", {}), parent["digest"]
+        adapter, reference = notes.get("adapter"), parse_reference(parent["name"], PROVENANCE)
+        if notes.get("role") == "text" or (adapter or digest).get("gitCommit"):
+            return True
+        path, expected_digest = reference.path, digest["sha256"]
+        if adapter:  # the model it is applied to is a parent of its own
+            path, expected_digest = str(reference.adapter), files_digest(adapter["files"])
+        return (directory / expand_user_path(path)).is_dir() and digest_of(
+            directory / expand_user_path(path)
+        ) == expected_digest
+
+    try:
+        parents = _parents_of(last_release)
+    except (OSError, MergegateError, KeyError, TypeError):
+        return True
+    try:
+        return all(map(is_unchanged, parents))
+    except (OSError, MergegateError, KeyError, TypeError, AttributeError, ValueError):
+        return False
+
+
+def _parents_of(last_release: Path) -> Any:
+    """Return the models that a release was built from, as its provenance lists them."""
+    from mergegate.tasks.publish import PROVENANCE, read_document
+
+    document = read_document(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)
+    return document["predicate"]["buildDefinition"]["resolvedDependencies"]

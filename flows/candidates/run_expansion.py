@@ -358,9 +358,6 @@ def matching_directories(pattern: str, directory: Path, location: str) -> list[P
         pattern: Path, relative to ``directory`` or absolute. ``~`` is the home directory.
         directory: Directory that the path is relative to.
         location: Key of the pattern in messages.
-
-    Raises:
-        InvalidInput: The text is not a valid pattern.
     """
     path = expand_user_path(pattern)
     start = Path(path.anchor) if path.is_absolute() else directory

@@ -42,11 +42,7 @@ class TuningSize(NamedTuple):
 def scale_search(
     recipe: SearchedRecipe, tasks: Sequence[str], size: TuningSize
 ) -> tuple[dict[str, Any], SweepSettings]:
-    """Return the recipe with a placeholder for its scale, and the settings of a search on the documents of ``tasks``.
-
-    Raises:
-        InvalidInput: The recipe does not have exactly one scale.
-    """
+    """Return the recipe with a placeholder for its scale, and the settings of a search on documents of ``tasks``."""
     from mergegate.tasks.sweep import SweepSettings  # Imported late, because most commands need no sweep.
 
     start = _scale_in(recipe.document, recipe.location)

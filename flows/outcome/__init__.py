@@ -6,8 +6,15 @@ A flow returns a Prefect state, from which the command line and ``--json`` read 
     outcome = flow_outcome(state)
 """
 
-from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, run_dry_pass, within_limits
+from mergegate.flows.outcome.flow_state import (
+    StoppedRun,
+    conclude_flow,
+    flow_outcome,
+    name_run,
+    run_dry_pass,
+    run_name,
+    within_limits,
+)
 from mergegate.flows.outcome.publication import publish_attempt, variant_heads
 from mergegate.flows.outcome.report_content import LIBRARIES, public_names, report_content
-from mergegate.flows.outcome.run_names import name_run, run_name
 from mergegate.flows.outcome.run_outcome import RunOutcome, reported_outcome, store_page

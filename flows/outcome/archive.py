@@ -139,25 +139,15 @@ def _scores(verdict: GateVerdict) -> tuple[RunScore, ...]:
     scores = []
     all_judged: tuple[SuiteVerdict | GuardVerdict, ...] = (*verdict.suites, *verdict.guards)
     for judged in all_judged:
-        guard = judged if isinstance(judged, GuardVerdict) else None
-        merge = 100 * guard.merge_score if guard else None
-        if all(map(math.isfinite, (judged.drop, judged.low, judged.high, merge or 0.0))):
-            task = judged.task if isinstance(judged, GuardVerdict) else f"mean of {judged.tasks}"
-            scores.append(
-                RunScore(
-                    task=to_printable(task),
-                    reference=to_printable(judged.reference),
-                    merge=merge,
-                    drop=judged.drop,
-                    low=judged.low,
-                    high=judged.high,
-                    max_drop=judged.max_drop,
-                    margin=judged.margin,
-                    outcome=judged.outcome,
-                    documents=guard.n if guard else 0,
-                    differing=guard.lost + guard.won if guard else 0,
-                )
-            )
+        shared = judged.model_dump(include={"drop", "low", "high", "max_drop", "margin", "outcome"})
+        shared["reference"] = to_printable(judged.reference)
+        if isinstance(judged, GuardVerdict):
+            shared |= {"merge": 100 * judged.merge_score, "documents": judged.n}
+            shared |= {"task": to_printable(judged.task), "differing": judged.lost + judged.won}
+        else:
+            shared["task"] = f"mean of {judged.tasks}"
+        if all(map(math.isfinite, (judged.drop, judged.low, judged.high, shared.get("merge", 0.0)))):
+            scores.append(RunScore(**shared))
     return tuple(scores)[:_MAX_ITEMS]
 
 

@@ -1,4 +1,4 @@
-"""Conclude a flow: run its story, archive the outcome and report it to Prefect as a state.
+"""Name a flow's run, run its story, archive the outcome and report it to Prefect as a state.
 
 | state | type | meaning |
 | --- | --- | --- |
@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mergegate.flows.outcome.archive import archive_outcome, prefect_page, running_flow
 from mergegate.flows.outcome.run_outcome import RunOutcome, stopped_outcome
 from mergegate.flows.prefect_api import find_replacement_run
-from mergegate.flows.profile import Profile
-from mergegate.merge_core.errors import INTERRUPTED, MergegateError, state_name
+from mergegate.flows.profile import Profile, load_profile, profile_name
+from mergegate.merge_core.errors import INTERRUPTED, MergegateError, state_name, to_printable
 from mergegate.merge_core.files import disk_errors_refused
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.stage import (
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
 _log = logging.getLogger(__name__)
+_LONGEST = 60  # characters of one part
 _CHECKS = frozenset(
     {"licenses", "compat", "sources", "documents", "preview", "overlap"}
 )  # stages that only check input
@@ -69,6 +71,50 @@ class StoppedRun(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (StoppedRun, (self.outcome,))
+
+
+def name_run() -> str:
+    """Return the name of the current flow run, for Prefect's ``flow_run_name``. Never raises.
+
+    Prefect needs the name before any check runs, even on a server that only lists runs. Building a name therefore reads
+    little data. If a profile cannot be read, the name of its file is used.
+    """
+    try:
+        from prefect.runtime import flow_run
+
+        return run_name(flow_run.flow_name or "run", flow_run.parameters or {}, time.strftime("%Y-%m-%d"))
+    except Exception:  # a missing name must not fail a run
+        return f"run · {time.strftime('%Y-%m-%d')}"
+
+
+def run_name(flow: str, parameters: Mapping[str, Any], day: str) -> str:
+    """Return the name of a run on a day, by which users recognize it.
+
+    For example: ``support-assistant · ties of 3 · 2026-11-21``.
+    """
+    if "candidate" in parameters:
+        sides = (str(parameters[side]) for side in ("candidate", "reference"))
+        return f"{' against '.join(_cut(to_printable(Path(side).name or side)) for side in sides)} · {day}"
+    profile = parameters.get("profile")
+    if not isinstance(profile, Profile | Path | str):
+        return f"{flow} · {day}"
+    method = _method(profile)
+    subject = f"sweep of {method}" if flow == "sweep" and method else method or (flow if flow != "release" else "")
+    subject = flow if flow == "shadow" else subject
+    return " · ".join(part for part in (_cut(profile_name(profile)), _cut(subject), day) if part)
+
+
+def _method(profile: Profile | Path | str) -> str:
+    """Return the method of a profile, such as ``ties of 3``, or an empty string if the recipe cannot be read."""
+    try:
+        candidate = load_profile(profile if isinstance(profile, Profile) else Path(profile)).candidates()[0]
+        return candidate.summary.partition(" over ")[0]
+    except Exception:  # the flow reports the error
+        return ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str] = ()) -> State[RunOutcome]:
@@ -88,7 +134,7 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
     if replacement := find_replacement_run():
         return Cancelled(message=f"run {replacement} replaces this run, because it started after this one was due")
     for logger in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
-        logging.getLogger(logger).addFilter(_stopped_run_filter)  # ignores a filter that is already attached
+        logging.getLogger(logger).addFilter(_is_worth_logging)  # ignores a filter that is already attached
     began, watcher = time.monotonic(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
     detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
@@ -219,11 +265,6 @@ def publish_artifact(outcome: RunOutcome, name: str) -> None:
         _log.warning("Prefect's page about this run could not be written: %s", failure)
 
 
-class _StoppedRunFilter(logging.Filter):
-    """Drop log records that would print the traceback of a ``StoppedRun``, or an empty one: the log has the message."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], StoppedRun | None))
-
-
-_stopped_run_filter = _StoppedRunFilter()
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return false for the traceback of a ``StoppedRun``, or an empty one: the log already has the message."""
+    return not (record.exc_info and isinstance(record.exc_info[1], StoppedRun | None))

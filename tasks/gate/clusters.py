@@ -65,9 +65,6 @@ def check_clusters(clusters: Sequence[str], by: str, task: str) -> None:
         clusters: Name of each document's cluster, or an empty string if it is unknown.
         by: ``task``, or the document field that contains the cluster.
         task: Name of the guard's task, for messages.
-
-    Raises:
-        InvalidInput: A document's cluster is unknown, or the clusters count as fewer than 14 of equal size.
     """
     location = f"evaluate.tasks: {task}: cluster_by"
     if not clusters or "" in clusters:

@@ -135,11 +135,6 @@ def answer_cases(guard_evidence: Sequence[GuardEvidence]) -> list[Sequence[Guard
     return [guard_evidence] if is_certain else [guard_evidence, best, worst]
 
 
-def common_outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcome of all cases, or inconclusive if they differ."""
-    return outcomes[0] if len(set(outcomes)) == 1 else "inconclusive"
-
-
 def compare_cases(cases: Sequence[GuardEvidence], outcomes: Sequence[Outcome]) -> CutAnswers | None:
     """Return the range of a guard's drop over all ways to count cut-off answers; None if there is only one.
 

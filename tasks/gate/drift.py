@@ -61,11 +61,7 @@ def perplexity_drift(
     confidence: float,
     merged_models: str = "merge",
 ) -> DriftVerdict:
-    """Return the drift verdict on stored likelihoods, for callers that need it before the costly tasks are run.
-
-    Raises:
-        InvalidInput: See ``judge_drift``.
-    """
+    """Return the drift verdict on stored likelihoods, for callers that need it before the costly tasks are run."""
     models = {
         name: ModelLikelihoods(artifact.value, read_documents(artifact.directory))
         for name, artifact in likelihoods.items()

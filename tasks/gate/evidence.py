@@ -188,11 +188,7 @@ class GuardEvidence:
         )
 
     def look(self, confidence: float) -> InterimLook:
-        """Return the look that has been reached. All looks together have ``confidence``.
-
-        Raises:
-            InvalidInput: No look is planned at the number of evaluated documents.
-        """
+        """Return the look that has been reached. All looks together have ``confidence``."""
         for look in plan_looks(self.schedule, confidence):
             if look.documents == self.documents:
                 return look
@@ -334,11 +330,7 @@ class ComparedScores:
         return (self.plan.merged, task) in self.by_task
 
     def measure(self, guard: Guard) -> GuardEvidence:
-        """Return the evidence on a guard, with the best of its possible references.
-
-        Raises:
-            InvalidInput: A model has no scores on the task, or the scores are not comparable.
-        """
+        """Return the evidence on a guard, with the best of its possible references."""
         plan = self.plan
         location = f"{guard.task}: {plan.merged} against {guard.guarded_by}"
         names = reference_models(guard, self.models, plan.merged, plan.parents) or (guard.guarded_by,)

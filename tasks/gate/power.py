@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from statistics import fmean
 from typing import Annotated, NamedTuple
 
@@ -34,7 +33,7 @@ from mergegate.tasks.gate.regression import is_within
 from mergegate.tasks.gate.sequential import look_levels
 from mergegate.tasks.gate.settings import BEST_PARENT, GateRule, Guard
 from mergegate.tasks.gate.statistics import POWER, binary_bounds, normal_quantile
-from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, mean_limit, task_weights
+from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, mean_limits
 from mergegate.tasks.store import Artifact
 
 UNLIKELY = 0.5  # Chance that an equally good merge passes below which a run is hardly worthwhile.
@@ -204,9 +203,7 @@ def undecidable_finding(planned_tasks: Sequence[PlannedTask], rule: GateRule) ->
     agreeing = [entry._replace(discordance=2 / (entry.looks[-1] + 2)) for entry in planned_tasks]
     is_suite = rule.rule == "suite" and len({entry.guard.task for entry in agreeing}) > 1
     is_strong = any(detectable_mean_drop([entry], rule) <= entry.guard.catastrophe for entry in agreeing) or (
-        is_suite
-        and detectable_mean_drop(agreeing, rule)
-        <= mean_limit([entry.guard for entry in agreeing], attrgetter("upper_limit"))
+        is_suite and detectable_mean_drop(agreeing, rule) <= mean_limits(entry.guard for entry in agreeing)[1]
     )
     none = np.zeros(1)
     best = [DrawnDrops(entry.guard, none, none, entry.looks[-1]) for entry in planned_tasks]
@@ -263,7 +260,7 @@ def detectable_mean_drop(planned_tasks: Sequence[PlannedTask], rule: GateRule) -
         for entry in planned_tasks
     ]
     error = mean_drop(errors)[2]
-    limit = mean_limit([entry.guard for entry in planned_tasks], attrgetter("max_drop"))
+    limit, _ = mean_limits(entry.guard for entry in planned_tasks)
     quantile, power = normal_quantile(last_confidence(planned_tasks, rule)), normal_quantile(POWER)
     return float(max(limit + power * error, (quantile + power) * error))
 
@@ -282,8 +279,7 @@ def passing_merges(samples: Sequence[DrawnDrops], confidence: float, *, as_suite
         ]
         return np.asarray(np.logical_and.reduce(each))
     mean, _, high = mean_drop(drops)
-    max_drop, margin = (mean_limit(guards, attrgetter(name)) for name in ("max_drop", "upper_limit"))
-    passes = is_within(mean, high, max_drop, margin)
+    passes = is_within(mean, high, *mean_limits(guards))
     alarm = 1 - (1 - confidence) / len(samples)
     for sample, drop in zip(samples, drops, strict=True):
         passes &= (drop.high <= sample.guard.catastrophe) & (sample.at(alarm).low <= sample.guard.max_drop)
@@ -300,10 +296,8 @@ def draw(guard: Guard, drop: float, discordance: float, n: int, runs: int, rng: 
 
 def last_confidence(planned_tasks: Sequence[PlannedTask], rule: GateRule) -> float:
     """Return the one-sided confidence of the last look of this run."""
-    weights = task_weights([TaskDrop(entry.guard.task, entry.guard.weight, 0.0, 0.0, 0.0) for entry in planned_tasks])
-    return look_levels(
-        information_shares(weights, {entry.guard.task: entry.looks for entry in planned_tasks}), rule.confidence
-    )[-1]
+    information = information_shares([(entry.guard, entry.looks) for entry in planned_tasks])
+    return look_levels(information, rule.confidence)[-1]
 
 
 class PastGuardOutcome(NamedTuple):

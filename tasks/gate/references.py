@@ -33,10 +33,6 @@ def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
     """Check that the reference of every guard is a parent, 'best parent', 'champion' or 'anchor'.
 
     ``names`` are the names of the parents.
-
-    Raises:
-        InvalidInput: A guard has another reference, or a parent has the name of another kind of reference that a
-            guard uses.
     """
     parents = sorted(names)
     for position, guard in enumerate(guards):
@@ -73,9 +69,6 @@ def comparable_parents(
         merged_names: Names of the parents whose weights are merged. They do not include a base that task vectors are
             only measured from, because a merge need not match that base on every task.
         location: Name of the setting, for messages.
-
-    Raises:
-        InvalidInput: A name is not the name of a parent.
     """
     if reference == ALL_PARENTS:
         return tuple(parents)

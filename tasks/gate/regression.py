@@ -36,7 +36,6 @@ from mergegate.tasks.gate.cut_answers import (
     answer_cases,
     check_cut_answers,
     check_lengths,
-    common_outcome,
     compare_cases,
     summarize_answers,
 )
@@ -83,9 +82,6 @@ def judge_guards(
         confidence: One-sided confidence, over all looks, of each guard that passes, and of all failures together.
         as_suite: Whether each task is judged by its ``limit``, as part of a suite, instead of by its own margin.
         pending: Number of further guards of the merge that have no evidence yet.
-
-    Raises:
-        InvalidInput: No look is planned at the number of evaluated documents of a task.
     """
     cases = answer_cases(guard_evidence)
     alarms = [alarm_confidences(case, confidence, pending) for case in cases]
@@ -147,7 +143,7 @@ def _judge(
     look, alarm_look = evidence.look(confidence), evidence.look(alarm)
     estimate = evidence.interval(confidence)
     drop, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
-    outcome = common_outcome(outcomes)
+    outcome: Outcome = outcomes[0] if len(set(outcomes)) == 1 else "inconclusive"
     needed = chance_left = None
     if outcome == "inconclusive":
         chance_left = _chance_left(evidence, estimate, confidence, alarm, as_suite=as_suite)
@@ -192,8 +188,7 @@ def _judge(
         cut_answers=compare_cases(cases, outcomes),
         sample_start=evidence.sample_start,
     )
-    documents = verdict.look.documents if verdict.look else n
-    reason = drop_sentence(verdict, documents + verdict.documents_left, questions)
+    reason = drop_sentence(verdict, look.documents + verdict.documents_left, questions)
     verdict = verdict.model_copy(update={"reason": reason})
     findings = tuple(finding for check in _CHECKS for finding in check(evidence, verdict))
     worst = max(findings, key=lambda finding: severity(finding.outcome), default=None)

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +42,8 @@ class TaskDrop(NamedTuple):
     task: str
     weight: float
     drop: Points
-    low: Points
-    high: Points
+    low: Points = 0.0
+    high: Points = 0.0
 
 
 def reference_findings(guards: Sequence[Guard], rule: str) -> Iterator[Finding]:
@@ -76,9 +75,6 @@ def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> S
     Args:
         guard_evidence: Evidence on the guards, at least one. Several guards of one task count as that task's mean.
         confidence: One-sided confidence over all looks together.
-
-    Raises:
-        InvalidInput: Some tasks were evaluated up to a different planned look than others.
     """
     measured, *extremes = (_judge_measured(case, confidence) for case in answer_cases(guard_evidence))
     if not extremes:
@@ -110,22 +106,17 @@ def _judge_measured(guard_evidence: Sequence[GuardEvidence], confidence: float) 
             remedy="evaluate up to the next look, or set rule: each",
         )
     number = planned.index(documents)
-    level = look_levels(suite_information(guard_evidence), confidence)[number]
+    information = information_shares([(evidence.guard, evidence.schedule) for evidence in guard_evidence])
+    level = look_levels(information, confidence)[number]
     look = InterimLook(number=number + 1, of=len(planned), documents=sum(documents.values()), confidence=level)
-    estimates = [100 * np.asarray(evidence.interval(confidence, look.confidence)[:3]) for evidence in guard_evidence]
-    mean_interval = mean_drop(
-        [_task_drop(evidence, *estimate) for evidence, estimate in zip(guard_evidence, estimates, strict=True)]
-    )
-    drop, low, high = map(float, mean_interval)
-    error = mean_drop(
-        [
-            _task_drop(evidence, 0.0, -task_error, task_error)
-            for evidence, task_error in _standard_errors(guard_evidence, confidence)
-        ]
-    )[2]
-    guards = [evidence.guard for evidence in guard_evidence]
-    max_drop = mean_limit(guards, attrgetter("max_drop"))
-    margin = mean_limit(guards, attrgetter("upper_limit"))
+    drops, errors = [], []
+    for evidence, task_error in zip(guard_evidence, _standard_errors(guard_evidence, confidence), strict=True):
+        task, weight = evidence.guard.task, evidence.guard.weight
+        drops.append(TaskDrop(task, weight, *(100 * np.asarray(evidence.interval(confidence, level)[:3]))))
+        errors.append(TaskDrop(task, weight, 0.0, -task_error, task_error))
+    drop, low, high = map(float, mean_drop(drops))
+    error = mean_drop(errors)[2]
+    max_drop, margin = mean_limits(evidence.guard for evidence in guard_evidence)
     outcome = decide_guard(drop, low, high, max_drop, margin, last_look=look.number == look.of)
     references = {evidence.reference for evidence in guard_evidence}
     verdict = SuiteVerdict(
@@ -147,25 +138,21 @@ def _judge_measured(guard_evidence: Sequence[GuardEvidence], confidence: float) 
     if outcome == "inconclusive":
         update = {
             "documents_needed": _documents_to_decide(verdict, error),
-            "chance_left": _chance_left(guard_evidence, verdict, error),
+            "chance_left": _chance_left(information, number, verdict, error),
         }
         verdict = verdict.model_copy(update=update)
     return verdict.model_copy(update={"reason": drop_sentence(verdict, sum(planned[-1].values()))})
 
 
-def suite_information(guard_evidence: Sequence[GuardEvidence]) -> tuple[float, ...]:
-    """Return the share of the information in the mean at each look of a suite (see ``information_shares``)."""
-    weights = task_weights([_task_drop(evidence, 0.0, 0.0, 0.0) for evidence in guard_evidence])
-    return information_shares(weights, {evidence.guard.task: evidence.schedule for evidence in guard_evidence})
+def information_shares(planned_guards: Sequence[tuple[Guard, Sequence[int]]]) -> tuple[float, ...]:
+    """Return the share of the information in the mean that is available at each look of a suite, increasing to 1.
 
-
-def information_shares(weights: Mapping[str, float], schedules: Mapping[str, Sequence[int]]) -> tuple[float, ...]:
-    """Return the share of the information in the mean that is available at each look, increasing to 1.
-
-    Information is the inverse squared error of the mean if all documents have the same variance: ``weights`` holds the
-    weight of each task in the mean, and ``schedules`` its number of documents after each look.
+    Information is the inverse squared error of the mean if all documents have the same variance. ``planned_guards``
+    holds each guard with the number of documents of its task after each look.
     """
-    information = [1 / sum(weights[task] ** 2 / n for task, n in step.items()) for step in _steps(schedules)]
+    weights = task_weights([TaskDrop(guard.task, guard.weight, 0.0) for guard, _ in planned_guards])
+    steps = _steps({guard.task: schedule for guard, schedule in planned_guards})
+    information = [1 / sum(weights[task] ** 2 / n for task, n in step.items()) for step in steps]
     return tuple(amount / information[-1] for amount in information)
 
 
@@ -209,7 +196,7 @@ def pooled_drops(guard_evidence: Sequence[GuardEvidence], confidence: float = 0.
     task more reliably than the largest of many noisy drops. It is only reported, and does not affect the verdict.
     """
     drops = [100 * sum(evidence.differences) / len(evidence.differences) for evidence in guard_evidence]
-    squared = [max(error**2, 1e-12) for _, error in _standard_errors(guard_evidence, confidence)]
+    squared = [max(error**2, 1e-12) for error in _standard_errors(guard_evidence, confidence)]
     precision = [1 / error for error in squared]
     mean = sum(p * d for p, d in zip(precision, drops, strict=True)) / sum(precision)
     spread = sum(p * (d - mean) ** 2 for p, d in zip(precision, drops, strict=True))
@@ -221,24 +208,23 @@ def pooled_drops(guard_evidence: Sequence[GuardEvidence], confidence: float = 0.
     )
 
 
-def _task_drop(evidence: GuardEvidence, drop: Points, low: Points, high: Points) -> TaskDrop:
-    return TaskDrop(evidence.guard.task, evidence.guard.weight, drop, low, high)
+def _standard_errors(guard_evidence: Sequence[GuardEvidence], confidence: float) -> list[float]:
+    """Return the standard error of each drop in points. It does not depend on ``confidence``.
 
-
-def _standard_errors(guard_evidence: Sequence[GuardEvidence], confidence: float) -> list[tuple[GuardEvidence, float]]:
-    """Return each guard with the standard error of its drop in points.
-
-    The error does not depend on ``confidence``. With the confidence of the bounds, the interval is already cached.
+    With the confidence of the bounds, the interval is already cached.
     """
     return [
-        (evidence, 100 * math.sqrt(evidence.interval(confidence, confidence).variance / len(evidence.differences)))
+        100 * math.sqrt(evidence.interval(confidence, confidence).variance / len(evidence.differences))
         for evidence in guard_evidence
     ]
 
 
-def mean_limit(guards: Iterable[Guard], limit: Callable[[Guard], float]) -> float:
-    """Return the weighted mean over the guards of the value that ``limit`` returns, such as ``max_drop``."""
-    return float(mean_drop([TaskDrop(guard.task, guard.weight, limit(guard), 0.0, 0.0) for guard in guards])[0])
+def mean_limits(guards: Iterable[Guard]) -> tuple[float, float]:
+    """Return the weighted means of ``max_drop`` and of the margin over the guards, in points."""
+    limits = [(guard.task, guard.weight, guard.max_drop, guard.upper_limit) for guard in guards]
+    max_drop, *_ = mean_drop([TaskDrop(task, weight, limit) for task, weight, limit, _ in limits])
+    margin, *_ = mean_drop([TaskDrop(task, weight, limit) for task, weight, _, limit in limits])
+    return float(max_drop), float(margin)
 
 
 def _documents_to_decide(verdict: SuiteVerdict, error: float) -> int | None:
@@ -250,8 +236,7 @@ def _documents_to_decide(verdict: SuiteVerdict, error: float) -> int | None:
     return max(verdict.documents + 1, math.ceil(verdict.documents * (z * error / distance) ** 2))
 
 
-def _chance_left(guard_evidence: Sequence[GuardEvidence], verdict: SuiteVerdict, error: float) -> float | None:
-    information, reached = suite_information(guard_evidence), verdict.look.number - 1 if verdict.look else 0
+def _chance_left(information: tuple[float, ...], reached: int, verdict: SuiteVerdict, error: float) -> float | None:
     if reached + 1 == len(information):
         return None
     share = information[reached]

@@ -258,9 +258,6 @@ def read_measurements(record: VerdictRecord, tables: Mapping[str, Path | bytes],
     """Return the measurements of all models, with artifacts in ``scratch`` as the stages wrote them.
 
     The artifacts contain no texts. ``tables`` is as in ``decide_again``.
-
-    Raises:
-        ValueError: The record or a table does not have the form that ``record_evidence`` writes.
     """
     outcomes, documents = _Table(OUTCOMES, tables, scratch), _Table(LIKELIHOODS, tables, scratch)
     scores = {

@@ -31,10 +31,12 @@ UNTESTED = "untested"  # Kind of the finding with the sentence of ``describe_unt
 OnInconclusive = Literal["block", "warn", "pass"]
 
 
-class GateFinding(BaseModel):
-    """Reason, apart from the interval of the drop, why a guard or a whole merge does not pass."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GateFinding(_Record):
+    """Reason, apart from the interval of the drop, why a guard or a whole merge does not pass."""
 
     kind: str  # Name of the check, such as 'reference' or 'cut answers'.
     outcome: Outcome  # A ``pass`` is a note that does not affect the verdict.
@@ -42,10 +44,8 @@ class GateFinding(BaseModel):
     chance_left: float | None = None  # Chance that the remaining documents settle it; None if unknown.
 
 
-class CutAnswers(BaseModel):
+class CutAnswers(_Record):
     """Effect of cut-off answers on a drop: its range if they are counted for the merge, or against it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lowest_drop: float  # Points, with the cut-off answers of the merge right and those of the reference wrong.
     highest_drop: float  # Points, with the cut-off answers of the merge wrong and those of the reference right.
@@ -59,10 +59,8 @@ class CutAnswers(BaseModel):
         )
 
 
-class AnswerLengths(BaseModel):
+class AnswerLengths(_Record):
     """How the generated answers of one model ended, over the documents of a guard."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cut_off: int  # Documents with an answer that was cut off and might have ended with a larger budget.
     endless: int  # Documents with an answer that never ends (see ``DocumentScore.never_ends``).
@@ -71,10 +69,8 @@ class AnswerLengths(BaseModel):
     mean_tokens: float | None  # Mean number of tokens per document; None: unknown.
 
 
-class GuardAnswers(BaseModel):
+class GuardAnswers(_Record):
     """Generated answers of both models of a guard."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     reference: AnswerLengths
     merge: AnswerLengths
@@ -85,13 +81,11 @@ class GuardAnswers(BaseModel):
     length_ratio_low: float | None = None  # Its one-sided lower bound.
 
 
-class GuardVerdict(BaseModel):
+class GuardVerdict(_Record):
     """Regression guard with its outcome: the merge against its reference on one task.
 
     Differences are in points (0 to 100) and positive if the merge is worse.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
     metric: str  # For a group with several metrics, each once: 'acc,none + exact_match,none'.
@@ -135,20 +129,16 @@ class GuardVerdict(BaseModel):
         return f"advisory: {self.outcome}" if self.advisory else self.outcome
 
 
-class PooledDrop(BaseModel):
+class PooledDrop(_Record):
     """Likely drop of a task, estimated from its documents and from the other tasks (see ``pooled_drops``)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
     drop: float  # Points.
     pooled: float  # Points, shrunk toward the mean of the suite.
 
 
-class SuiteVerdict(BaseModel):
+class SuiteVerdict(_Record):
     """Verdict on the mean drop over all tasks. Differences are in points and positive if the merge is worse."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tasks: int
     reference: str  # Name of the reference model, or 'their references' if there are several.
@@ -174,10 +164,8 @@ class SuiteVerdict(BaseModel):
         return self.outcome
 
 
-class StratumDrift(BaseModel):
+class StratumDrift(_Record):
     """Perplexity of the merge relative to the reference on the documents of one language or source."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     documents: int
@@ -187,10 +175,8 @@ class StratumDrift(BaseModel):
     failed: bool  # Whether the lower bound exceeds the limit.
 
 
-class DriftVerdict(BaseModel):
+class DriftVerdict(_Record):
     """Perplexity of the merge relative to the parent that predicts the same documents best."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     reference: str  # Name of this parent.
     documents: int  # Number of distinct documents.
@@ -219,10 +205,8 @@ class DriftVerdict(BaseModel):
         return self.outcome
 
 
-class SkippedGuard(BaseModel):
+class SkippedGuard(_Record):
     """Guard whose task was not evaluated, because another guard had already failed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
     reference: str  # The guard's ``guarded_by``.

@@ -13,9 +13,8 @@ from mergegate.flows import release
 from mergegate.flows.attempt import Attempt, FailedMerge, distance_from_passing
 from mergegate.flows.candidates import candidate_recipes
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.gate.settings import GateRule
+from mergegate.tasks.gate import GateRule, GuardVerdict
 from mergegate.tasks.gate.stage import gate_verdict
-from mergegate.tasks.gate.verdicts import GuardVerdict
 from mergegate.tasks.stage import Outcome
 
 LINEAR: dict[str, Any] = {

@@ -16,7 +16,7 @@ from demo_project import PROFILES, Project
 from safetensors.torch import load_file, save_file
 
 from mergegate.flows.candidates import ExpandedRecipe, client_digest, client_round
-from mergegate.flows.candidates.last_round import used_digests
+from mergegate.flows.candidates.clients import used_digests
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -26,11 +26,11 @@ from mergegate.tasks.publish.releases.related import selecting_samples
 MODELS = PROFILES / "demo/models"
 STEP = 0.35  # fraction of the difference between the fine-tune and the base
 HONEST = {"ada": "reverser", "ben": "reverser", "cleo": "shifter", "dan": "shifter"}
-WEIGHTS = "model.safetensors"
+MODEL_WEIGHTS = "model.safetensors"
 
 
 def _wide(place: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.float() for name, tensor in load_file(place / WEIGHTS).items()}
+    return {name: tensor.float() for name, tensor in load_file(place / MODEL_WEIGHTS).items()}
 
 
 class Clients:
@@ -100,7 +100,7 @@ class Clients:
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(MODELS / "base", out)
         made = {key: (tensor + change[key]).bfloat16() for key, tensor in _wide(begin).items()}
-        save_file(made, out / WEIGHTS, {"format": "pt"})
+        save_file(made, out / MODEL_WEIGHTS, {"format": "pt"})
 
 
 WEIGHTS = "adapter_model.safetensors"

@@ -20,7 +20,7 @@ from samples import sampled
 
 from mergegate.flows.outcome import RunOutcome, StoppedRun, conclude_flow, flow_outcome
 from mergegate.flows.outcome.archive import prefect_page
-from mergegate.flows.outcome.run_names import run_name
+from mergegate.flows.outcome.flow_state import run_name
 from mergegate.flows.profile import Profile, profile_name
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.report import RunRecord, archive_run, read_history

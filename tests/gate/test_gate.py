@@ -11,11 +11,10 @@ from gate_samples import GUARD, PARENT, gate_scores, outcome, part, read, scores
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.stage import join_parts
+from mergegate.tasks.gate import EvaluateSettings, GatePlan, GateRule, GateVerdict, gate
 from mergegate.tasks.gate.drift import judge_drift
-from mergegate.tasks.gate.evidence import GatePlan, find_copies
-from mergegate.tasks.gate.settings import EvaluateSettings, GateRule
-from mergegate.tasks.gate.stage import gate, gate_verdict
-from mergegate.tasks.gate.verdicts import GateVerdict
+from mergegate.tasks.gate.evidence import find_copies
+from mergegate.tasks.gate.stage import gate_verdict
 from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.stage import Outcome, Section, Verdict, combine_verdicts
 

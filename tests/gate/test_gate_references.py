@@ -13,10 +13,9 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation.scoring.document_scores import PairedScores
+from mergegate.tasks.gate import BEST_PARENT, CHAMPION, Guard, check_guards, needs_champion
 from mergegate.tasks.gate.evidence import ReferenceChoice, measure_guard
-from mergegate.tasks.gate.references import check_guards, needs_champion
 from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.settings import BEST_PARENT, CHAMPION, Guard
 from mergegate.tasks.gate.statistics import selection_bias
 from mergegate.tasks.publish.releases.related import load_released_model
 from mergegate.tasks.publish.targets.directory import DirectoryTarget

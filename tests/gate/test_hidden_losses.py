@@ -21,13 +21,11 @@ from mergegate.tasks.evaluation.definitions.task import EvalTask
 from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.scoring.metrics import PROBABILITY
 from mergegate.tasks.evaluation.values import interim_looks
+from mergegate.tasks.gate import GatePlan, GateRule, Guard, GuardVerdict, cannot_pass, undecided_tasks
 from mergegate.tasks.gate.alarms import Part, error_ratio_bound, leaf_parts
-from mergegate.tasks.gate.evidence import GatePlan, GuardEvidence, measure_guard
+from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import error_at_look, plan_looks
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import cannot_pass, undecided_tasks
-from mergegate.tasks.gate.verdicts import GuardVerdict
 from mergegate.tasks.preflight.evidence import Evidence
 from mergegate.tasks.preflight.power_forecast import forecast_undecidable, plan_interim_looks
 

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from samples import sampled_rows
 
 from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, pair_documents
+from mergegate.tasks.gate import Guard, binary_difference, graded_difference
 from mergegate.tasks.gate.clusters import connect, find_units, interval_over_units, join_clusters
 from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
-from mergegate.tasks.gate.graded_scores import graded_difference
 from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.statistics import binary_difference
 
 HARD = Guard(task="reverse", guarded_by="reverser", max_drop=3, margin=3)  # only the bound can stop a merge
 
