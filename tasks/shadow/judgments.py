@@ -38,7 +38,6 @@ from mergegate.tasks.judge import (
     INSTRUCTIONS,
     ORDERS,
     SCORES,
-    JudgeServer,
     Judgment,
     JudgmentKey,
     JudgmentSettings,
@@ -49,6 +48,7 @@ from mergegate.tasks.judge import (
     settle,
 )
 from mergegate.tasks.shadow.pairs import SampledPair
+from mergegate.tasks.shadow.settings import ShadowJudge
 from mergegate.tasks.shadow.verdict import JudgedTotals
 from mergegate.tasks.store import digest
 
@@ -74,16 +74,12 @@ class JudgedPair(NamedTuple):
 
 
 class JudgedPairs:
-    """Ledger of judged pairs, locked by this process. Open it with :func:`open_judged`.
-
-    Attributes:
-        by_session: Request ID of each session in the ledger, including sessions with a half-judged pair.
-    """
+    """Ledger of judged pairs, locked by this process. Open it with :func:`open_judged`."""
 
     def __init__(self, journal: RecordJournal) -> None:
         self._journal = journal
         self._judgments: dict[str, dict[Order, Judgment]] = {}
-        self.by_session: dict[str, str] = {}
+        self.by_session: dict[str, str] = {}  # request ID of each session, even with a half-judged pair
         self._pairs: dict[str, JudgedPair] = {}
         self._controls: dict[JudgmentKey, Judgment] = {}
         for record in journal.records:
@@ -117,17 +113,14 @@ class JudgedPairs:
     def judge(
         self,
         pairs: Sequence[SampledPair],
-        judging: JudgmentSettings,
-        server: JudgeServer,
+        judge: ShadowJudge,
         *,
-        control_share: float,
         now: Callable[[], float],
         on_judged: Callable[[SampledPair, JudgedPair, Sequence[Judgment]], None] = lambda pair, judged, judgments: None,
     ) -> None:
         """Have each pair judged in both orders, mixed with control pairs, and store each judgment immediately.
 
-        ``control_share`` is the number of control pairs relative to all judged pairs (see ``control_count``). ``now``
-        returns the Unix time. ``on_judged`` is called with each completely judged pair and its judgments from
+        ``now`` returns the Unix time. ``on_judged`` is called with each completely judged pair and its judgments from
         this call.
 
         Raises:
@@ -150,10 +143,10 @@ class JudgedPairs:
             if pair.answers.id not in started and pair.answers.questions() and pair.answers.controls()
         ]
         usable.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        missing = max(0, control_count(judged_after, control_share) - len(started))
+        missing = max(0, control_count(judged_after, judge.control_share) - len(started))
         controls = started.union(usable[:missing])
         answers = [pair.answers for pair in pairs]
-        for judgment in judge_recorded_pairs(answers, judging, server, finished | self._controls.keys(), controls):
+        for judgment in judge_recorded_pairs(answers, judge, judge, finished | self._controls.keys(), controls):
             pair = by_id[judgment.prompt]
             vote = {"order": judgment.order, "winner": judgment.winner, "judge": judgment.judge}
             if judgment.control:
