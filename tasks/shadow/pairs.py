@@ -228,14 +228,13 @@ class SampledPair(NamedTuple):
         return self.answers.id, self.session, self.at
 
     @property
-    def cut_off(self) -> tuple[bool, bool]:
-        """Whether the token limit cut off the parent's and the candidate's answer."""
-        return "reference" in self.answers.cut_off, "merge" in self.answers.cut_off
+    def measured(self) -> dict[str, Any]:
+        """Facts about the parent's and the candidate's answer, which the ledger stores.
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Characters of the parent's and of the candidate's answer."""
-        return len(self.answers.reference), len(self.answers.merge)
+        They are the lengths in characters, and whether the token limit cut off the answers.
+        """
+        cut_off = ("reference" in self.answers.cut_off, "merge" in self.answers.cut_off)
+        return {"lengths": (len(self.answers.reference), len(self.answers.merge)), "cut_off": cut_off}
 
 
 class Sample(NamedTuple):
