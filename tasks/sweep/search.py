@@ -83,7 +83,7 @@ def score_hand_written(problem: SearchProblem, score_all: ScoreAll, ledger: Ledg
         Refused: A hand-written recipe cannot be scored.
     """
     requests = [TrialRequest(recipe.recipe, directory=recipe.directory) for recipe in problem.hand_written]
-    results = score_once(requests, score_all, ledger, directory=problem.directory)
+    results = score_once(requests, score_all, ledger)
     for hand_written, scores in zip(problem.hand_written, results, strict=True):
         if scores.problem:
             raise Refused(
@@ -172,8 +172,7 @@ class _Search:
             self.new_count, self.finished = self.new_count + 1, self.finished + 1
             self.report_progress(generation)
 
-        directory = self.problem.directory
-        results = score_once(requests, self.score_all, self.ledger, directory=directory, on_scored=count)
+        results = score_once(requests, self.score_all, self.ledger, on_scored=count)
         self.finished = 0
         return results
 
@@ -328,7 +327,7 @@ class _ParameterSearch(_Search):
         """
         first_race = halving_rounds(self.settings.racing)[0] if self.settings.racing.rule == "halving" else None
         possible = [*requests, *(replace(request, race=first_race) for request in requests)]
-        if any(self.ledger.find(request_key(request, self.problem.directory)) is not None for request in possible):
+        if any(self.ledger.find(request_key(request)) is not None for request in possible):
             return None
         budget, spent = self.settings.budget, self.spent()
         if budget.hours is not None and self.ledger.used_seconds >= 3600 * budget.hours:

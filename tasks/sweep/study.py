@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -331,14 +330,13 @@ def study_key(space: Space, settings: SweepSettings) -> str:
     return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
 
 
-def request_key(request: TrialRequest, directory: Path | None = None) -> str:
+def request_key(request: TrialRequest) -> str:
     """Return the key of a trial, a digest of its recipe, document set and race.
 
-    The directory of the recipe is part of the key as a path relative to ``directory``.
+    All recipes of a sweep are relative to the directory of the searched recipe, which the key states as ``.``.
     """
-    relative_path = os.path.relpath(request.directory, directory) if request.directory and directory else "."
     race = request.race.digest() if request.race else ""
-    return digest({"recipe": request.recipe, "from": relative_path, "set": request.document_set, "race": race})
+    return digest({"recipe": request.recipe, "from": ".", "set": request.document_set, "race": race})
 
 
 def score_once(
@@ -346,7 +344,6 @@ def score_once(
     score_all: ScoreAll,
     ledger: Ledger,
     *,
-    directory: Path | None = None,
     on_scored: Callable[[TrialScores], None] = lambda scores: None,
 ) -> tuple[TrialScores, ...]:
     """Return the scores of candidates in the order of ``requests``. Candidates in the ledger are not scored again.
@@ -355,13 +352,12 @@ def score_once(
         requests: Candidates to score.
         score_all: Function that yields results in any order, each with the index of its request.
         ledger: Store of scores. Each result is recorded as soon as it arrives.
-        directory: Directory of the searched recipe. Default: none.
         on_scored: Callback for each new result. Default: do nothing.
 
     Raises:
         MergegateError: The sweep cannot continue on this machine, or all candidates crashed.
     """
-    keys = [request_key(request, directory) for request in requests]
+    keys = [request_key(request) for request in requests]
     unscored = {key: request for key, request in zip(keys, requests, strict=True) if ledger.find(key) is None}
 
     def score_pending(pending: dict[str, TrialRequest]) -> dict[str, Exception]:
