@@ -27,9 +27,8 @@ from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
-from mergegate.tasks.shadow.settings import SwitchRule
+from mergegate.tasks.shadow.settings import FrozenModel, SwitchRule
 
 # Request timeout and too many requests: the server is at fault, not the request.
 _FAULTS_BELOW = frozenset({408, 429})
@@ -162,11 +161,7 @@ LatencyQuantiles: TypeAlias = tuple[float, float, float]  # median, 95th and 99t
 _HALVINGS = 60
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ErrorRate(_Record):
+class ErrorRate(FrozenModel):
     """Error rate of one arm, with an interval that is valid at all interim looks together."""
 
     requests: int
@@ -176,7 +171,7 @@ class ErrorRate(_Record):
     high: float
 
 
-class ArmSummary(_Record):
+class ArmSummary(FrozenModel):
     """Errors and latency of one arm. The latency quantiles cover only good answers, and are None without any."""
 
     errors: ErrorRate
@@ -185,7 +180,7 @@ class ArmSummary(_Record):
     seconds: LatencyQuantiles | None
 
 
-class ArmComparison(_Record):
+class ArmComparison(FrozenModel):
     """Comparison of both arms."""
 
     candidate: ArmSummary

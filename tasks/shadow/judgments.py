@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from mergegate.merge_core.errors import to_printable
 from mergegate.merge_core.files import (
@@ -48,7 +48,7 @@ from mergegate.tasks.judge import (
     settle,
 )
 from mergegate.tasks.shadow.pairs import SampledPair
-from mergegate.tasks.shadow.settings import ShadowJudge
+from mergegate.tasks.shadow.settings import FrozenModel, ShadowJudge
 from mergegate.tasks.shadow.verdict import JudgedTotals
 from mergegate.tasks.store import digest
 
@@ -244,10 +244,8 @@ def _is_valid_record(record: Any) -> bool:
         return False
 
 
-class LostPair(BaseModel):
+class LostPair(FrozenModel):
     """A pair that the candidate lost in both orders."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str  # request ID
     at: float  # Unix time

@@ -17,11 +17,13 @@ from mergegate.tasks.store import NotInKey
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class _Settings(BaseModel):
+class FrozenModel(BaseModel):
+    """Immutable value that refuses unknown fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ShadowServer(_Settings):
+class ShadowServer(FrozenModel):
     """OpenAI-compatible server of one arm."""
 
     url: Annotated[str, NotInKey] = Field(
@@ -82,7 +84,7 @@ class ShadowRule(AnswerLimits):
         return -math.log1p(-self.confidence)
 
 
-class SwitchRule(_Settings):
+class SwitchRule(FrozenModel):
     """Limits at which the kill switch takes a candidate off the traffic. In a profile: ``shadow: kill_switch``."""
 
     max_error_percent: float = Field(
@@ -102,7 +104,7 @@ class SwitchRule(_Settings):
     )
 
 
-class ShadowSettings(_Settings):
+class ShadowSettings(FrozenModel):
     """Settings for watching a release on user traffic before it is promoted."""
 
     parent: ShadowServer = Field(description="Server of the model that users have today.")

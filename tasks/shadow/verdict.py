@@ -31,11 +31,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.judge import ControlResult, JudgeRule
 from mergegate.tasks.shadow.arms import ArmComparison, ArmRow, compare_arms, error_rate, kill_reason
-from mergegate.tasks.shadow.settings import ShadowRule, ShadowSettings
+from mergegate.tasks.shadow.settings import FrozenModel, ShadowRule, ShadowSettings
 from mergegate.tasks.stage import Outcome, Section, Verdict
 
 EVEN = 0.5
@@ -46,10 +45,8 @@ _HALVINGS = 50  # bisection steps on [0, 1]: finer than float64 precision near 1
 _POINTS = 400  # points of a plot
 
 
-class ShadowEvidence(BaseModel):
+class ShadowEvidence(FrozenModel):
     """Evidence from the pairs judged so far."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pairs: int
     wins: int  # of the candidate
@@ -185,10 +182,8 @@ _OUTCOMES: dict[ShadowOutcome, Outcome] = {
 }
 
 
-class ShadowVerdict(BaseModel):
+class ShadowVerdict(FrozenModel):
     """Decision on a watched candidate, with the evidence for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     candidate: str  # version of the candidate
     outcome: ShadowOutcome
