@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.tasks.shadow import ArmRow, ShadowRule, SwitchRule, kill_reason
-from mergegate.tasks.shadow.evidence import EVEN, log_evidence
+from mergegate.tasks.shadow.verdict import EVEN, log_evidence
 
 RUNS, MOST_PAIRS, SEED = 10_000, 20_000, 19
 TIES = (0.3, 0.6, 0.8)

@@ -209,7 +209,7 @@ def simulate(scenario: Scenario, seed: int, confidence: float = 0.975) -> Outcom
 
 def _compare(study: Study, confirmed: Any, models: DrawnModels) -> Outcome:
     assert study.soup is not None
-    label_index = [int(step.ingredient) for step in study.soup.steps]
+    label_index = [int(item.ingredient) for item in study.soup.ingredients]
     threshold = -models.scenario.margin / 100 + 1e-12
 
     def false_count(order: Sequence[int]) -> int:
@@ -219,7 +219,7 @@ def _compare(study: Study, confirmed: Any, models: DrawnModels) -> Outcome:
 
     outcomes = [result.outcome for result in confirmed.soup.ingredients]
     kept = [index for index, outcome in zip(label_index, outcomes, strict=True) if outcome in ("first", "kept")]
-    greedy = [index for index, step in zip(label_index, study.soup.steps, strict=True) if step.chosen]
+    greedy = [label_index[position] for position in study.soup.chosen]
     first = models.true_score(kept[:1])
     is_confirmed = isinstance(confirmed, Confirmation) and confirmed.confirmed
     truth = models.true_score(kept)

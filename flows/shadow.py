@@ -6,7 +6,7 @@
     - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in schedules.yaml: a worker runs the looks
 
 The proxy routes and records requests, and this flow decides. The ledger keeps all judged pairs, so an interim look
-without new traffic does nothing. The number of looks does not affect the error rates (``tasks.shadow.evidence``).
+without new traffic does nothing. The number of looks does not affect the error rates (``tasks.shadow.verdict``).
 
 To carry out a decision, the flow first sets the alias at the target, then changes the routing, then emits an event. The
 alias moves only in the place of the merge: users compared the merge, and not its quantized variants.

@@ -47,7 +47,7 @@ from mergegate.tasks.shadow import (
     shadow_verdict,
     store_lost_pairs,
 )
-from mergegate.tasks.shadow.records import Records, open_records
+from mergegate.tasks.shadow.traffic import Records, open_records
 from mergegate.tasks.stage import advance, announce, report_stage
 
 _DAY_S = 86400.0
@@ -129,8 +129,7 @@ class Watch:
                     if judged_pair.score == 0:
                         lost.append((pair, votes))
 
-                judge = self.settings.judge
-                ledger.judge(sample.pairs, judge, judge, control_share=judge.control_share, now=now, on_judged=note)
+                ledger.judge(sample.pairs, self.settings.judge, now=now, on_judged=note)
                 stage.status, stage.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"
         finally:
             all_lost = store_lost_pairs(self._lost_file, self.routing.candidate, lost, since=oldest)

@@ -27,11 +27,11 @@ from mergegate.flows.shadow_watch import open_watch, shadow_settings
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused
 from mergegate.tasks.report import ARM_COLUMNS, ShadowContent, arm_cells, shadow_outcome, shadow_rows, shadow_sentence
 from mergegate.tasks.shadow import FollowedRouting, Routing, read_routing, records_url, routing_file, write_routing
-from mergegate.tasks.shadow.records import open_records
 from mergegate.tasks.shadow.traffic import (
     Recorder,
     ReplaySettings,
     ShadowProxy,
+    open_records,
     open_redaction,
     read_key,
     read_traffic,

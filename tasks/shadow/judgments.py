@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from mergegate.merge_core.errors import to_printable
 from mergegate.merge_core.files import (
@@ -38,7 +38,6 @@ from mergegate.tasks.judge import (
     INSTRUCTIONS,
     ORDERS,
     SCORES,
-    JudgeServer,
     Judgment,
     JudgmentKey,
     JudgmentSettings,
@@ -49,6 +48,7 @@ from mergegate.tasks.judge import (
     settle,
 )
 from mergegate.tasks.shadow.pairs import SampledPair
+from mergegate.tasks.shadow.settings import FrozenModel, ShadowJudge
 from mergegate.tasks.shadow.verdict import JudgedTotals
 from mergegate.tasks.store import digest
 
@@ -74,16 +74,12 @@ class JudgedPair(NamedTuple):
 
 
 class JudgedPairs:
-    """Ledger of judged pairs, locked by this process. Open it with :func:`open_judged`.
-
-    Attributes:
-        by_session: Request ID of each session in the ledger, including sessions with a half-judged pair.
-    """
+    """Ledger of judged pairs, locked by this process. Open it with :func:`open_judged`."""
 
     def __init__(self, journal: RecordJournal) -> None:
         self._journal = journal
         self._judgments: dict[str, dict[Order, Judgment]] = {}
-        self.by_session: dict[str, str] = {}
+        self.by_session: dict[str, str] = {}  # request ID of each session, even with a half-judged pair
         self._pairs: dict[str, JudgedPair] = {}
         self._controls: dict[JudgmentKey, Judgment] = {}
         for record in journal.records:
@@ -117,17 +113,14 @@ class JudgedPairs:
     def judge(
         self,
         pairs: Sequence[SampledPair],
-        judging: JudgmentSettings,
-        server: JudgeServer,
+        judge: ShadowJudge,
         *,
-        control_share: float,
         now: Callable[[], float],
         on_judged: Callable[[SampledPair, JudgedPair, Sequence[Judgment]], None] = lambda pair, judged, judgments: None,
     ) -> None:
         """Have each pair judged in both orders, mixed with control pairs, and store each judgment immediately.
 
-        ``control_share`` is the number of control pairs relative to all judged pairs (see ``control_count``). ``now``
-        returns the Unix time. ``on_judged`` is called with each completely judged pair and its judgments from
+        ``now`` returns the Unix time. ``on_judged`` is called with each completely judged pair and its judgments from
         this call.
 
         Raises:
@@ -137,7 +130,7 @@ class JudgedPairs:
         new_judgments: dict[str, list[Judgment]] = {}
         for pair in pairs:
             if pair.answers.reference == pair.answers.merge:
-                self._append({"pair": pair.ledger_fields, "tie": True, "judged": now(), **_measured(pair)})
+                self._append({"pair": pair.ledger_fields, "tie": True, "judged": now(), **pair.measured})
                 on_judged(pair, self._pairs[pair.answers.id], ())
         finished = {judgment.key for orders in self._judgments.values() for judgment in orders.values()}
         seen = {pair.id for pair in self._pairs.values() if pair.consistent is not None}
@@ -150,17 +143,17 @@ class JudgedPairs:
             if pair.answers.id not in started and pair.answers.questions() and pair.answers.controls()
         ]
         usable.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        missing = max(0, control_count(judged_after, control_share) - len(started))
+        missing = max(0, control_count(judged_after, judge.control_share) - len(started))
         controls = started.union(usable[:missing])
         answers = [pair.answers for pair in pairs]
-        for judgment in judge_recorded_pairs(answers, judging, server, finished | self._controls.keys(), controls):
+        for judgment in judge_recorded_pairs(answers, judge, judge, finished | self._controls.keys(), controls):
             pair = by_id[judgment.prompt]
             vote = {"order": judgment.order, "winner": judgment.winner, "judge": judgment.judge}
             if judgment.control:
                 control = {"pair": pair.ledger_fields, "control": judgment.control, "said": vote, "judged": now()}
                 self._append(control)
                 continue
-            self._append({"pair": pair.ledger_fields, "said": vote, "judged": now(), **_measured(pair)})
+            self._append({"pair": pair.ledger_fields, "said": vote, "judged": now(), **pair.measured})
             new_judgments.setdefault(judgment.prompt, []).append(judgment)
             if judgment.prompt in self._pairs:
                 on_judged(pair, self._pairs[judgment.prompt], new_judgments[judgment.prompt])
@@ -251,15 +244,8 @@ def _is_valid_record(record: Any) -> bool:
         return False
 
 
-def _measured(pair: SampledPair) -> dict[str, Any]:
-    """Return the numbers about a pair's answers that the ledger stores."""
-    return {"lengths": pair.lengths, "cut_off": pair.cut_off}
-
-
-class LostPair(BaseModel):
+class LostPair(FrozenModel):
     """A pair that the candidate lost in both orders."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str  # request ID
     at: float  # Unix time

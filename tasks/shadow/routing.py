@@ -8,20 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from mergegate.merge_core.files import Damaged, read_state, state_directory, write_state
-from mergegate.tasks.shadow.settings import ShadowSettings
+from mergegate.tasks.shadow.settings import FrozenModel, ShadowSettings
 from mergegate.tasks.stage import home
 
 Serving = Literal["watch", "promoted", "rolled back", "killed"]
 _LOOK_EVERY_S = 1.0
 
 
-class Routing(BaseModel):
+class Routing(FrozenModel):
     """Destination of user requests, and the reason for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     candidate: str  # candidate version; also the salt that assigns sessions to arms
     mode: Literal["mirror", "split"] = "mirror"

@@ -17,10 +17,14 @@ from mergegate.tasks.store import NotInKey
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class ShadowServer(BaseModel):
-    """OpenAI-compatible server of one arm."""
+class FrozenModel(BaseModel):
+    """Immutable value that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ShadowServer(FrozenModel):
+    """OpenAI-compatible server of one arm."""
 
     url: Annotated[str, NotInKey] = Field(
         description="Address of an OpenAI-compatible server, for example http://localhost:8000/v1."
@@ -52,8 +56,6 @@ class ShadowJudge(JudgmentSettings, ControlSettings, JudgeServer):
 class ShadowRule(AnswerLimits):
     """Conditions for promoting a watched candidate or rolling it back. In a profile: ``shadow: rule``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     margin: float = Field(
         default=3.0,
         gt=0,
@@ -82,10 +84,8 @@ class ShadowRule(AnswerLimits):
         return -math.log1p(-self.confidence)
 
 
-class SwitchRule(BaseModel):
+class SwitchRule(FrozenModel):
     """Limits at which the kill switch takes a candidate off the traffic. In a profile: ``shadow: kill_switch``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_error_percent: float = Field(
         default=5.0,
@@ -104,10 +104,8 @@ class SwitchRule(BaseModel):
     )
 
 
-class ShadowSettings(BaseModel):
+class ShadowSettings(FrozenModel):
     """Settings for watching a release on user traffic before it is promoted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     parent: ShadowServer = Field(description="Server of the model that users have today.")
     candidate: ShadowServer = Field(description="Server of the release that is compared.")

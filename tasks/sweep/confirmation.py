@@ -60,9 +60,8 @@ from mergegate.tasks.gate import (
 )
 from mergegate.tasks.stage import Section, Verdict
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
-from mergegate.tasks.sweep.settings import SoupRule
 from mergegate.tasks.sweep.space import recipe_key
-from mergegate.tasks.sweep.study import SOUP, SoupStep, Study, Trial, best_of
+from mergegate.tasks.sweep.study import SOUP, SoupResult, Study, Trial, best_of
 
 MIN_P_VALUE = 1e-6  # smallest reported p-value, because bounds are not reliable farther out in the tail
 _NAME = "sweep"
@@ -86,32 +85,6 @@ class ConfirmedTerm(_Record):
     gain: float
     low: float
     high: float
-
-
-class IngredientResult(_Record):
-    """Result for one ingredient of a soup, in the unit of the scores.
-
-    ``first`` is the best model, with which the soup begins. ``kept`` and ``removed`` ingredients were tested on the
-    confirmation documents. Ingredients after the first removed one are ``not tested``, and do not belong to the soup.
-    ``not added`` ingredients lowered the score on the search documents.
-    """
-
-    ingredient: str
-    outcome: Literal["first", "kept", "removed", "not tested", "not added", "no score"]
-    alone: float | None = None  # score of the ingredient alone on the search documents
-    searched: float | None = None  # change of the score on the search documents when it joined the soup
-    contribution: float | None = None  # change of the score on the confirmation documents
-    low: float | None = None  # one-sided lower bound of the contribution
-    problem: str = ""  # reason for a missing score
-
-
-class SoupResult(_Record):
-    """Result for the ingredients of a soup, best first. The unit is that of the scores."""
-
-    rule: SoupRule
-    margin: float  # the contribution of each ingredient must be above minus this
-    confidence: float  # one-sided, that every ingredient of the soup contributes more than minus the margin
-    ingredients: tuple[IngredientResult, ...]
 
 
 class Confirmation(_Record):
@@ -302,14 +275,12 @@ def confirm_soup(
             tables[number] = score(study.trials[number])
         return tables[number]
 
-    margin, confidence = study.settings.margin / 100, study.settings.confidence
-    results = [_search_result(study, step, position) for position, step in enumerate(soup.steps)]
-    winner = soup.chain[0]
-    if soup.rule == "uniform":  # The rule chooses all models, so only the lead of the soup is tested.
-        winner = soup.chain[-1]
-        results = [result.model_copy(update={"outcome": "kept"}) for result in results]
-    chosen = [position for position, step in enumerate(soup.steps) if step.chosen]
-    for position, number in zip(chosen[1:], soup.chain[1:] if soup.rule == "greedy" else (), strict=False):
+    margin, confidence = soup.margin, soup.confidence
+    results, chain = list(soup.ingredients), study.soup_chain
+    # The rule ``uniform`` chooses all models, so only the lead of the soup is tested.
+    is_greedy = soup.rule == "greedy"
+    winner = chain[0] if is_greedy else chain[-1]
+    for position, number in zip(soup.chosen[1:], chain[1:], strict=True) if is_greedy else ():
         parts = _make_parts(study.objective, table_of(number), table_of(winner), clusters)
         gain, low, _ = _combine(parts, confidence)
         is_kept = low > -margin
@@ -318,40 +289,27 @@ def confirm_soup(
         if not is_kept:
             break
         winner = number
-    result = SoupResult(rule=soup.rule, margin=margin, confidence=confidence, ingredients=tuple(results))
-    best_model = soup.steps[0].ingredient
+    result = soup.model_copy(update={"ingredients": tuple(results)})
+    best_model = results[0].ingredient
     if study.best is None:
         why = f"no other model improves {best_model} on the search documents"
         if problem := next((trial.problem for trial in study.trials if trial.origin == SOUP and trial.problem), ""):
             why = f"a soup has no score: {problem}"
         return NothingToConfirm(why=why, soup=result)
-    if winner == soup.chain[0]:
+    if winner == chain[0]:
         why = f"no other model is shown to improve {best_model} on the held-out documents"
         return NothingToConfirm(why=why, soup=result)
     # The soup must also beat the best hand-written recipe. It can be that recipe itself.
     own_recipe = recipe_key(study.recipes[winner])
     others = [trial for trial in study.hand_written if recipe_key(study.recipes[trial.number]) != own_recipe]
     best_other = best_of(others, study.objective)
-    rivals = [study.trials[soup.chain[0]], *([best_other] if best_other else [])]
-    settings = study.settings.model_copy(update={"confidence": 1 - (1 - confidence) / (len(soup.chain) - 1)})
+    rivals = [study.trials[chain[0]], *([best_other] if best_other else [])]
+    settings = study.settings.model_copy(update={"confidence": 1 - (1 - confidence) / (len(chain) - 1)})
     tested = replace(study, best=study.trials[winner], settings=settings)
     comparisons = [
         confirm(tested, table_of(winner), table_of(rival.number), clusters, against=rival) for rival in rivals
     ]
     return min(comparisons, key=lambda comparison: comparison.low).model_copy(update={"soup": result})
-
-
-def _search_result(study: Study, step: SoupStep, position: int) -> IngredientResult:
-    """Return the result of one ingredient before the confirmation."""
-    trial = study.trials[step.trial]
-    outcome = "first" if position == 0 else "not tested" if step.chosen else "not added"
-    return IngredientResult(
-        ingredient=step.ingredient,
-        outcome=outcome if trial.is_complete else "no score",
-        alone=trial.scores[0] if trial.is_complete else None,
-        searched=step.gain,
-        problem=trial.problem,
-    )
 
 
 def _confirmed_term(part: _Part, confidence: float) -> ConfirmedTerm:

@@ -346,21 +346,14 @@ def _optuna_trial(optuna: Any, trial: Trial, coordinates: Sequence[Coordinate], 
         else:
             values[name] = float(value)
             distributions[name] = kinds.FloatDistribution(coordinate.low, coordinate.high, log=free.type == "log")
-    names = (
-        "number",
-        "generation",
-        "origin",
-        "documents",
-        "dropped",
-        "seconds",
-        *(["problem"] if trial.problem else []),
-    )
+    names = ("number", "generation", "origin", "documents", "dropped", "seconds")
+    attributes = {name: getattr(trial, name) for name in names}
     return optuna.trial.create_trial(
         state=optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE,
         values=None if failed else list(trial.scores),
         params=values,
         distributions=distributions,
-        user_attrs={name: getattr(trial, name) for name in names},
+        user_attrs={**attributes, **({"problem": trial.problem} if trial.problem else {})},
         constraints={_CONSTRAINTS: trial.violation} if objective.limits and not failed else None,
     )
 

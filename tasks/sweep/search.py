@@ -36,12 +36,13 @@ from mergegate.tasks.sweep.study import (
     INGREDIENT,
     SOUP,
     HandWritten,
+    IngredientOutcome,
+    IngredientResult,
     Ledger,
     ScoreAll,
     SearchEnd,
     SearchProgress,
-    SoupSearch,
-    SoupStep,
+    SoupResult,
     Study,
     Trial,
     TrialRequest,
@@ -82,7 +83,7 @@ def score_hand_written(problem: SearchProblem, score_all: ScoreAll, ledger: Ledg
         Refused: A hand-written recipe cannot be scored.
     """
     requests = [TrialRequest(recipe.recipe, directory=recipe.directory) for recipe in problem.hand_written]
-    results = score_once(requests, score_all, ledger, directory=problem.directory)
+    results = score_once(requests, score_all, ledger)
     for hand_written, scores in zip(problem.hand_written, results, strict=True):
         if scores.problem:
             raise Refused(
@@ -171,8 +172,7 @@ class _Search:
             self.new_count, self.finished = self.new_count + 1, self.finished + 1
             self.report_progress(generation)
 
-        directory = self.problem.directory
-        results = score_once(requests, self.score_all, self.ledger, directory=directory, on_scored=count)
+        results = score_once(requests, self.score_all, self.ledger, on_scored=count)
         self.finished = 0
         return results
 
@@ -240,7 +240,7 @@ class _Search:
             )
         )
 
-    def study(self, best: Trial | None, stop_reason: SearchEnd, population: int, soup: SoupSearch | None) -> Study:
+    def study(self, best: Trial | None, stop_reason: SearchEnd, population: int) -> Study:
         return Study(
             settings=self.settings,
             objective=self.objective,
@@ -257,7 +257,6 @@ class _Search:
             seconds={**self.seconds, "wall": self.ledger.used_seconds},
             spent=self.spent(),
             stop_reason=stop_reason,
-            soup=soup,
         )
 
 
@@ -293,7 +292,7 @@ class _ParameterSearch(_Search):
                 sampler.tell(self.trials[begin : begin + len(points)])
             proposed, drawn, generation = proposed + len(sampled), drawn + baseline_count, generation + 1
         best = best_of(self._searched(), self.objective)
-        return self.study(best, stop_reason or "trials", generation_size(len(space.coordinates), self.settings), None)
+        return self.study(best, stop_reason or "trials", generation_size(len(space.coordinates), self.settings))
 
     def _searched(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.origin != "hand-written"]
@@ -328,7 +327,7 @@ class _ParameterSearch(_Search):
         """
         first_race = halving_rounds(self.settings.racing)[0] if self.settings.racing.rule == "halving" else None
         possible = [*requests, *(replace(request, race=first_race) for request in requests)]
-        if any(self.ledger.find(request_key(request, self.problem.directory)) is not None for request in possible):
+        if any(self.ledger.find(request_key(request)) is not None for request in possible):
             return None
         budget, spent = self.settings.budget, self.spent()
         if budget.hours is not None and self.ledger.used_seconds >= 3600 * budget.hours:
@@ -411,24 +410,43 @@ class _SoupSearch(_Search):
             )
         index_of = {number: index for index, number in enumerate(alone)}
         if self.settings.soup == "uniform":
-            steps = [SoupStep(self.recipe.labels[index_of[number]], number, None, True) for number in ranked]
+            ingredients = [self._ingredient(number, index_of, "kept") for number in ranked]
             chain = [ranked[0], *self._try_soups([set(range(count))], SOUP)]
         else:
-            steps, chain = self._choose_greedily(ranked, index_of)
+            ingredients, chain = self._choose_greedily(ranked, index_of)
         self.on_generation(tuple(self.trials))
         largest = self.trials[chain[-1]]
         self.keep_tables({trial.number for trial in self.hand_written()} | set(chain))
         winner = largest if len(chain) > 1 and largest.is_complete else None
-        soup = SoupSearch(self.settings.soup or "greedy", tuple(steps), tuple(chain))
-        return self.study(winner, "trials", 0, soup)
+        soup = SoupResult(
+            rule=self.settings.soup or "greedy",
+            margin=self.settings.margin / 100,
+            confidence=self.settings.confidence,
+            ingredients=tuple(ingredients),
+        )
+        return replace(self.study(winner, "trials", 0), soup=soup, soup_chain=tuple(chain))
 
-    def _choose_greedily(self, numbers: Sequence[int], index_of: Mapping[int, int]) -> tuple[list[SoupStep], list[int]]:
-        """Return a step for each model, best first, and the numbers of the trials of the growing soup.
+    def _ingredient(
+        self, number: int, index_of: Mapping[int, int], outcome: IngredientOutcome, gain: float | None = None
+    ) -> IngredientResult:
+        """Return the result of the ingredient with the trial ``number`` before the confirmation."""
+        trial = self.trials[number]
+        return IngredientResult(
+            ingredient=self.recipe.labels[index_of[number]],
+            outcome=outcome,
+            alone=trial.scores[0] if trial.is_complete else None,
+            searched=gain,
+            problem=trial.problem,
+        )
+
+    def _choose_greedily(
+        self, numbers: Sequence[int], index_of: Mapping[int, int]
+    ) -> tuple[list[IngredientResult], list[int]]:
+        """Return the result for each model, best first, and the numbers of the trials of the growing soup.
 
         ``numbers`` are the trials of the models alone, best first.
         """
-        labels = self.recipe.labels
-        steps = [SoupStep(labels[index_of[numbers[0]]], numbers[0], None, True)]
+        ingredients = [self._ingredient(numbers[0], index_of, "first")]
         soup, chain = {index_of[numbers[0]]}, [numbers[0]]
         for number in numbers[1:]:
             gain = None
@@ -436,12 +454,13 @@ class _SoupSearch(_Search):
                 (candidate,) = self._try_soups([soup | {index_of[number]}], SOUP)
                 if self.trials[candidate].is_complete:
                     gain = _score_of(self.trials[candidate]) - _score_of(self.trials[chain[-1]])
-            chosen = gain is not None and gain >= 0
-            if chosen:
+            outcome: IngredientOutcome = "not added" if self.trials[number].is_complete else "no score"
+            if gain is not None and gain >= 0:
+                outcome = "not tested"
                 soup.add(index_of[number])
                 chain.append(candidate)
-            steps.append(SoupStep(labels[index_of[number]], number, gain, chosen))
-        return steps, chain
+            ingredients.append(self._ingredient(number, index_of, outcome, gain))
+        return ingredients, chain
 
     def _try_soups(self, sets: Sequence[set[int]], origin: str) -> list[int]:
         """Score the soups of sets of ingredients that have no trial yet, and return the number of each soup's trial."""

@@ -122,22 +122,8 @@ class Racing(_Settings):
     first: float = Field(default=0.125, gt=0, le=1, description="Share of the documents at the first look.")
 
 
-# Settings of a search over free parameters. A soup has no free parameters, so it does not support them.
-_SEARCH_ONLY = (
-    "parameters",
-    "sum_to_one",
-    "multi_objective",
-    "change_penalty",
-    "constraints",
-    "sampler",
-    "seed",
-    "population",
-    "sigma",
-    "random_trials",
-    "budget",
-    "racing",
-    "optuna_storage",
-)
+# Settings that a soup supports. All others are about free parameters, which a soup does not have.
+_SOUP_SETTINGS = ("soup", "margin", "baselines", "objective", "documents", "confidence")
 
 
 class SweepSettings(_Settings):
@@ -197,7 +183,8 @@ class SweepSettings(_Settings):
         if self.soup is None and not self.parameters:
             raise ValueError("nothing to search: list free parameters under 'parameters', or write 'soup: greedy'")
         fields = type(self).model_fields
-        changed = (name for name in _SEARCH_ONLY if getattr(self, name) != fields[name].default)
+        search_only = [name for name in fields if name not in _SOUP_SETTINGS]
+        changed = (name for name in search_only if getattr(self, name) != fields[name].default)
         if self.soup and (name := next(changed, None)):
             raise ValueError(
                 f"'{name}' cannot be combined with 'soup', which has no free parameters: remove one of them"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import CannotDecide, MergegateError, Refused
 from mergegate.merge_core.files import (
@@ -44,6 +44,7 @@ from mergegate.tasks.sweep.space import Coordinate, Space
 
 SearchedSet = Literal["search", "confirmation"]
 SearchEnd = Literal["trials", "hours", "cost"]
+IngredientOutcome = Literal["first", "kept", "removed", "not tested", "not added", "no score"]
 INGREDIENT, SOUP = "ingredient", "soup"  # origins of the trials of a soup
 
 
@@ -102,27 +103,40 @@ class HandWritten:
     directory: Path | None = None
 
 
-@dataclass(frozen=True)
-class SoupStep:
-    """One ingredient of a soup, and what the search found about it."""
+class IngredientResult(BaseModel):
+    """Result for one ingredient of a soup, in the unit of the scores.
+
+    ``first`` is the best model, with which the soup begins. ``kept`` and ``removed`` ingredients were tested on the
+    confirmation documents. Ingredients after the first removed one are ``not tested``, and do not belong to the soup.
+    ``not added`` ingredients lowered the score on the search documents. The rule ``uniform`` keeps all ingredients.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ingredient: str  # short name of the model
-    trial: int  # number of the trial of the ingredient alone
-    # Change of the score on the search documents when the ingredient joined the soup. None for the first ingredient,
-    # and if one of the two recipes has no score.
-    gain: float | None
-    chosen: bool  # whether the ingredient joined the soup
+    outcome: IngredientOutcome
+    alone: float | None = None  # score of the ingredient alone on the search documents
+    searched: float | None = None  # change of the score on the search documents when it joined the soup
+    contribution: float | None = None  # change of the score on the confirmation documents
+    low: float | None = None  # one-sided lower bound of the contribution
+    problem: str = ""  # reason for a missing score
 
 
-@dataclass(frozen=True)
-class SoupSearch:
-    """Course of the search of a soup."""
+class SoupResult(BaseModel):
+    """Result for the ingredients of a soup, best first. The unit is that of the scores."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rule: SoupRule
-    steps: tuple[SoupStep, ...]  # best first
-    # Trials of nested soups: the best model, then the soup after each model that joined. With the rule ``uniform``,
-    # only the best model and the average of all models.
-    chain: tuple[int, ...]
+    margin: float  # the contribution of each ingredient must be above minus this
+    confidence: float  # one-sided, that every ingredient of the soup contributes more than minus the margin
+    ingredients: tuple[IngredientResult, ...]
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """Positions of the ingredients that the search chose."""
+        left_out = ("not added", "no score")
+        return tuple(position for position, item in enumerate(self.ingredients) if item.outcome not in left_out)
 
 
 @dataclass(frozen=True)
@@ -158,7 +172,10 @@ class Study:
     seconds: Mapping[str, float]  # by activity; 'wall' is the elapsed time, others are totals over all trials
     spent: float | None  # money; None without ``cost_per_hour``
     stop_reason: SearchEnd  # limit of the budget that ended the search
-    soup: SoupSearch | None = None  # None if free parameters were searched
+    soup: SoupResult | None = None  # before the confirmation; None if free parameters were searched
+    # Trials of nested soups: the best model, then the soup after each model that joined. With the rule ``uniform``,
+    # only the best model and the average of all models.
+    soup_chain: tuple[int, ...] = ()
 
     def summary(self) -> str:
         """Return ``60 trials, best -0.0049 (hand-written -0.0072) · 63 % of the documents evaluated``."""
@@ -169,7 +186,7 @@ class Study:
             "" if self.evaluated_share == 1 else f" · {100 * self.evaluated_share:.0f} % of the documents evaluated"
         )
         if self.soup:
-            chosen = f"{sum(step.chosen for step in self.soup.steps)} of {len(self.soup.steps)} models"
+            chosen = f"{len(self.soup.chosen)} of {len(self.soup.ingredients)} models"
             return f"{self.soup.rule} soup of {chosen}, {len(self.trials)} trials{source}, {best}"
         return f"{len(self.trials)} trials{source}, {best} (hand-written {by_hand}){effort}"
 
@@ -313,14 +330,13 @@ def study_key(space: Space, settings: SweepSettings) -> str:
     return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
 
 
-def request_key(request: TrialRequest, directory: Path | None = None) -> str:
+def request_key(request: TrialRequest) -> str:
     """Return the key of a trial, a digest of its recipe, document set and race.
 
-    The directory of the recipe is part of the key as a path relative to ``directory``.
+    All recipes of a sweep are relative to the directory of the searched recipe, which the key states as ``.``.
     """
-    relative_path = os.path.relpath(request.directory, directory) if request.directory and directory else "."
     race = request.race.digest() if request.race else ""
-    return digest({"recipe": request.recipe, "from": relative_path, "set": request.document_set, "race": race})
+    return digest({"recipe": request.recipe, "from": ".", "set": request.document_set, "race": race})
 
 
 def score_once(
@@ -328,7 +344,6 @@ def score_once(
     score_all: ScoreAll,
     ledger: Ledger,
     *,
-    directory: Path | None = None,
     on_scored: Callable[[TrialScores], None] = lambda scores: None,
 ) -> tuple[TrialScores, ...]:
     """Return the scores of candidates in the order of ``requests``. Candidates in the ledger are not scored again.
@@ -337,13 +352,12 @@ def score_once(
         requests: Candidates to score.
         score_all: Function that yields results in any order, each with the index of its request.
         ledger: Store of scores. Each result is recorded as soon as it arrives.
-        directory: Directory of the searched recipe. Default: none.
         on_scored: Callback for each new result. Default: do nothing.
 
     Raises:
         MergegateError: The sweep cannot continue on this machine, or all candidates crashed.
     """
-    keys = [request_key(request, directory) for request in requests]
+    keys = [request_key(request) for request in requests]
     unscored = {key: request for key, request in zip(keys, requests, strict=True) if ledger.find(key) is None}
 
     def score_pending(pending: dict[str, TrialRequest]) -> dict[str, Exception]:

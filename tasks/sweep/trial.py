@@ -154,16 +154,15 @@ def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
         Refused: The trial exceeded ``scoring.time_limit``, the disk is full, or a parent was changed.
     """
     began = time.perf_counter()
-    answer = call_model_process(
+    scores, numbers = call_model_process(
         _score,
         (setting, request),
         location="a trial of the sweep",
         needs=CallNeeds(time_limit=setting.scoring.time_limit),
     )
-    seconds = dict(answer.seconds)
-    seconds["overhead"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))
-    table = {key: np.frombuffer(numbers, np.float64) for key, numbers in answer.numbers}
-    return TrialScores(table, answer.dropped, answer.change, seconds, answer.problem)
+    overhead = max(0.0, time.perf_counter() - began - sum(scores.seconds.values()))
+    table = {key: np.frombuffer(values, np.float64) for key, values in numbers}
+    return replace(scores, table=table, seconds={**scores.seconds, "overhead": overhead})
 
 
 def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
@@ -178,15 +177,8 @@ def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
     return names[name]
 
 
-@dataclass(frozen=True)
-class TrialAnswer:
-    """``TrialScores`` as plain data, to be sent from the model process."""
-
-    numbers: tuple[tuple[MetricKey, bytes], ...] = ()  # float64
-    dropped: bool = False
-    change: float = float("nan")
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    problem: str = ""
+# Scores with an empty table, and its numbers (float64) as bytes, because the model process may send only plain data.
+_PlainScores = tuple[TrialScores, tuple[tuple[MetricKey, bytes], ...]]
 
 
 # Everything below runs in the model process.
@@ -366,7 +358,7 @@ def _map_tensors(loaded_model: LoadedModel, directory: Path) -> tuple[dict[str, 
     return (targets, frozenset(tied)) if filled == all_storages else ({}, frozenset())
 
 
-def _score(setting: TrialSetting, request: TrialRequest, on_progress: TellProgress) -> TrialAnswer:
+def _score(setting: TrialSetting, request: TrialRequest, on_progress: TellProgress) -> _PlainScores:
     global _workspace
     if _workspace is None or _workspace.setting != setting:
         _workspace = None  # free the old network first, because two may not fit into memory
@@ -402,7 +394,7 @@ class _Workspace:
         self._documents: dict[tuple[object, ...], SearchDocuments] = {}
         self._text_key: tuple[object, ...] = ()  # identifies how the network reads text
 
-    def score(self, request: TrialRequest, watch: Stopwatch) -> TrialAnswer:
+    def score(self, request: TrialRequest, watch: Stopwatch) -> _PlainScores:
         """Return the candidate's scores, or its problem."""
         try:
             network = self._fill_network(request, watch)
@@ -410,7 +402,7 @@ class _Workspace:
             self.network = None
             raise
         except MergegateError as problem:
-            return TrialAnswer(seconds=watch.seconds, problem=str(problem))
+            return TrialScores({}, seconds=watch.seconds, problem=str(problem)), ()
         change = self._distance.relative if self._distance else float("nan")
         looks = request.race.looks if request.race else self.setting.looks
         with watch.measure("questions"):
@@ -423,12 +415,12 @@ class _Workspace:
                 if invalid is not None:
                     source = invalid.task or "held-out text"
                     problem_text = f"{source}: {invalid.measure} is not a finite number for some documents"
-                    return TrialAnswer(change=change, seconds=watch.seconds, problem=problem_text)
+                    return TrialScores({}, change=change, seconds=watch.seconds, problem=problem_text), ()
                 if request.race is not None and request.race.should_drop(table, look):
                     dropped = look < len(looks) - 1
                     break
         numbers = tuple((key, values.tobytes()) for key, values in table.items())
-        return TrialAnswer(numbers, dropped, change, watch.seconds)
+        return TrialScores({}, dropped, change, watch.seconds), numbers
 
     def _fill_network(self, request: TrialRequest, watch: Stopwatch) -> CandidateNetwork:
         """Return a network with the weights of the candidate."""

@@ -277,7 +277,7 @@ class TrialPool:
         return confirm(study, winner, reference, clusters)
 
     def _score_tables(self, requests: Sequence[TrialRequest], location: str) -> list[ScoresByMetric]:
-        results = score_once(requests, self._score_all, self._ledger, directory=self._search.directory)
+        results = score_once(requests, self._score_all, self._ledger)
         for scores in results:
             if scores.problem:
                 raise Refused(

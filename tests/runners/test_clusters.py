@@ -168,9 +168,9 @@ def test_an_existing_cluster_keeps_running_and_must_share_the_home(
 @pytest.mark.proof
 @pytest.mark.usefixtures("home", "prefect_api")
 def test_an_address_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergegate.tasks.runners import dask_cluster
+    from mergegate.tasks.runners import cluster
 
-    monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(cluster, "_PATIENCE_S", 0.5)
     settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")
     with open_runner(settings) as runner, pytest.raises(InvalidInput, match="no Dask scheduler"):
         list(runner.run_each(worker_functions.square, [0]))

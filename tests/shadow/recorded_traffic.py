@@ -9,9 +9,10 @@ from typing import Any
 from loopback import Answer
 from openai_server import completion
 
-from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair
+from mergegate.tasks.shadow.arms import RecordedPair, ShadowRecord
 
 CHAT = "/v1/chat/completions"
+VERSION = "1a2b3c4d5e6f"
 
 
 def chat(*messages: str, **fields: Any) -> bytes:
@@ -36,9 +37,10 @@ def stream(*pieces: str, ends: bool = True, newline: str = "\n") -> bytes:
     return "".join(line + 2 * newline for line in lines).encode()
 
 
-def recorded_answer(body: bytes | str, status: int = 200, error: str = "") -> RecordedAnswer:
-    """Return an arm's recorded answer."""
-    return RecordedAnswer(status, body if isinstance(body, bytes) else answer(body), 0.02, 0.1, error)
+def recorded_answer(body: bytes | str, status: int = 200, error: str = "") -> dict[str, Any]:
+    """Return the fields of a record for an arm's answer."""
+    response = body if isinstance(body, bytes) else answer(body)
+    return {"status": status, "response": response, "error": error, "first_byte": 0.02, "seconds": 0.1}
 
 
 def pair(
@@ -46,15 +48,20 @@ def pair(
     session: str = "",
     *,
     request: bytes | None = None,
-    parent: RecordedAnswer | str = "good",
-    candidate: RecordedAnswer | str = "good",
+    parent: dict[str, Any] | str = "good",
+    candidate: dict[str, Any] | str = "good",
     path: str = CHAT,
     at: float | None = None,
 ) -> RecordedPair:
     """Return a recorded pair, in a session of its own unless `session` is given."""
-    arms = [recorded_answer(arm) if isinstance(arm, str) else arm for arm in (parent, candidate)]
-    at, session = 1000.0 + number if at is None else at, session or f"session-{number}"
-    return RecordedPair(f"request-{number}", session, at, path, request or chat(f"question {number}"), *arms)
+    fields: dict[str, Any] = {"exchange": f"request-{number}", "candidate": VERSION, "request_id": "r", "path": path}
+    fields |= {"at": 1000.0 + number if at is None else at, "session": session or f"session-{number}"}
+    fields["request"] = request or chat(f"question {number}")
+    answers = [recorded_answer(arm) if isinstance(arm, str) else arm for arm in (parent, candidate)]
+    return RecordedPair(
+        ShadowRecord(**fields, arm="parent", role="answer", **answers[0]),
+        ShadowRecord(**fields, arm="candidate", role="copy", **answers[1]),
+    )
 
 
 def prefer_good_answers(body: dict[str, Any]) -> Answer:

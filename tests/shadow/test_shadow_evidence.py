@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.tasks.shadow import ShadowRule, evidence_of, evidence_path
-from mergegate.tasks.shadow.evidence import decide_shadow
+from mergegate.tasks.shadow.verdict import decide_shadow
 
 RULE = ShadowRule()
 THRESHOLD = math.log(20)

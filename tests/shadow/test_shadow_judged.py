@@ -15,8 +15,8 @@ from openai_server import completion, serving
 from recorded_traffic import pair, prefer_good_answers
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.judge import JudgeServer, JudgmentSettings
-from mergegate.tasks.shadow import SampledPair, open_judged, read_judged, sample_pairs
+from mergegate.tasks.judge import JudgmentSettings
+from mergegate.tasks.shadow import SampledPair, ShadowJudge, open_judged, read_judged, sample_pairs
 
 JUDGING = JudgmentSettings(model="judge-1")
 EXPECTED = {"good": {"good": 0.5, "bad": 0.0}, "bad": {"good": 1.0, "bad": 0.5, "worse": 0.5}}
@@ -28,10 +28,9 @@ def pairs_of(*answers: tuple[str, str]) -> tuple[SampledPair, ...]:
 
 
 def judge(place: Path, pairs: tuple[SampledPair, ...], url: str, model: str = "judge-1") -> tuple[float, ...]:
-    judging = JudgmentSettings(model=model)
-    with open_judged(place, "demo", "v1", judging) as ledger:
-        server = JudgeServer(url=url, attempts=1, concurrency=3)
-        ledger.judge(pairs, judging, server, control_share=0.1, now=lambda: 5000.0)
+    judge = ShadowJudge(model=model, url=url, attempts=1, concurrency=3)
+    with open_judged(place, "demo", "v1", judge) as ledger:
+        ledger.judge(pairs, judge, now=lambda: 5000.0)
         return tuple(ledger.totals.scores)
 
 

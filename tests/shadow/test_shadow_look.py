@@ -18,12 +18,19 @@ import yaml
 from asgi_server import serving_asgi
 from loopback import answering
 from openai_server import OpenAiServer, serving
-from recorded_traffic import pair, prefer_good_answers
+from recorded_traffic import VERSION, pair, prefer_good_answers
 
 from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, records_url, routing_file, write_routing
-from mergegate.tasks.shadow.recorded_traffic import RecordedPair
-from mergegate.tasks.shadow.records import open_records
-from mergegate.tasks.shadow.traffic import Recorder, ReplaySettings, ShadowProxy, open_redaction, read_traffic, replay
+from mergegate.tasks.shadow.arms import RecordedPair
+from mergegate.tasks.shadow.traffic import (
+    Recorder,
+    ReplaySettings,
+    ShadowProxy,
+    open_records,
+    open_redaction,
+    read_traffic,
+    replay,
+)
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS / "flows"))
@@ -31,9 +38,8 @@ sys.path.append(str(TESTS / "flows"))
 from demo_project import Project, make_project  # noqa: E402  # from the tests of flows
 
 from mergegate.tasks.shadow import ArmRow, read_routing  # noqa: E402
-from mergegate.tasks.shadow.recorded_traffic import ShadowRecord  # noqa: E402
+from mergegate.tasks.shadow.arms import ShadowRecord  # noqa: E402
 
-VERSION = "1a2b3c4d5e6f"
 HOUR = 3600.0
 
 
@@ -61,15 +67,7 @@ class WatchedProject:
 
     def record(self, pairs: Sequence[RecordedPair], rows: Sequence[ArmRow] = ()) -> None:
         """Write records, as the proxy does."""
-        records = []
-        for one in pairs:
-            common = {"exchange": one.request_id, "candidate": VERSION, "request_id": "r", "session": one.session}
-            common |= {"at": one.at, "path": one.path}
-            for arm, role, answer in (("parent", "answer", one.parent), ("candidate", "copy", one.candidate)):
-                fields = {"arm": arm, "role": role, "request": one.request if role == "answer" else b""}
-                fields |= {"status": answer.status, "response": answer.body, "error": answer.error}
-                fields |= {"seconds": answer.seconds, "first_byte": answer.first_byte}
-                records.append(ShadowRecord(**common, **fields))
+        records = [each for one in pairs for each in (one.parent, one.candidate._replace(request=b""))]
         for number, row in enumerate(rows):
             common = {"exchange": f"row-{number}-{row.at}", "candidate": VERSION, "request_id": "r", "session": "s"}
             records.append(ShadowRecord(**common, path="/v1/chat/completions", request=b"", **row._asdict()))

@@ -14,13 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from recorded_traffic import CHAT, answer, chat, pair, recorded_answer, stream
 
-from mergegate.tasks.shadow.bodies import Unreadable, answer_in, question_in
-from mergegate.tasks.shadow.pairs import FAILED, SAME_SESSION, Sample, sample_pairs
-from mergegate.tasks.shadow.recorded_traffic import RecordedPair
+from mergegate.tasks.shadow.arms import RecordedPair
+from mergegate.tasks.shadow.pairs import FAILED, SAME_SESSION, Sample, Unreadable, answer_in, question_in, sample_pairs
 
 
 def sampled(pairs: Sequence[RecordedPair], judged: dict[str, str] | None = None, most: int = 1000) -> Sample:
-    return sample_pairs(lambda: sorted(pairs, key=lambda one: one.at), judged_requests=judged or {}, limit=most)
+    return sample_pairs(lambda: sorted(pairs, key=lambda one: one.parent.at), judged_requests=judged or {}, limit=most)
 
 
 TRAFFIC = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["good", "bad", ""])), max_size=30)
@@ -35,7 +34,7 @@ def test_each_session_has_one_pair_whatever_is_answered(traffic: list[tuple[int,
         for one, swap in zip(pairs, swapped, strict=False)
     ]
     chosen = sampled(pairs)
-    assert {one.session for one in chosen.pairs} == {one.session for one in pairs}
+    assert {one.session for one in chosen.pairs} == {one.parent.session for one in pairs}
     assert len(chosen.pairs) == len({one.session for one in chosen.pairs})
     assert [one.answers.id for one in sampled(exchanged).pairs] == [one.answers.id for one in chosen.pairs]
     assert [one.at for one in chosen.pairs] == sorted(one.at for one in chosen.pairs)
@@ -52,7 +51,7 @@ def test_later_looks_only_add_pairs_and_skip_none(traffic: list[tuple[int, str]]
         assert len(look.pairs) <= most
         assert judged.keys().isdisjoint(one.session for one in look.pairs)
         judged |= {one.session: one.answers.id for one in look.pairs}
-    assert judged.keys() == {one.session for one in pairs}
+    assert judged.keys() == {one.parent.session for one in pairs}
 
 
 def test_a_half_judged_pair_is_finished_first() -> None:

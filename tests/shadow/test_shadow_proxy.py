@@ -26,9 +26,8 @@ from typer.testing import CliRunner
 from mergegate.flows.cli.app import app
 from mergegate.flows.cli.shadow import ProxyServer
 from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, read_routing
-from mergegate.tasks.shadow.records import Records, open_records
 from mergegate.tasks.shadow.routing import goes_to_candidate
-from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction
+from mergegate.tasks.shadow.traffic import Recorder, Records, ShadowProxy, open_records, open_redaction
 
 NOBODY = "http://127.0.0.1:9/v1"  # The "discard" port, on which no server listens.
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -172,9 +171,9 @@ def test_a_pair_is_recorded_with_request_and_both_answers(tmp_path: Path, path: 
     with one.records() as records:
         (pair,) = records.pairs("v1")
         rows = records.arms("v1")
-    assert json.loads(pair.request) == body
-    assert (pair.parent.body, pair.parent.status) == (answer.content, 200)
-    assert (pair.candidate.body, pair.candidate.status) == (direct.content, 200)
+    assert json.loads(pair.parent.request) == body
+    assert (pair.parent.response, pair.parent.status) == (answer.content, 200)
+    assert (pair.candidate.response, pair.candidate.status) == (direct.content, 200)
     assert [(row.arm, row.role) for row in rows] == [("parent", "answer"), ("candidate", "copy")]
     assert answer.headers["x-request-id"] == "r7"
     assert "r7" in {request.headers["x-request-id"] for request in one.candidate.log}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mergegate.tasks import shadow
 from mergegate.tasks.shadow import ArmRow, JudgedTotals, ShadowSettings, ShadowVerdict, SwitchRule, kill_reason
-from mergegate.tasks.shadow.arm_comparison import compare_arms, error_rate
+from mergegate.tasks.shadow.arms import compare_arms, error_rate
 
 Rows = tuple[ArmRow, ...]
 

@@ -14,16 +14,9 @@ from toy_search import COPY, REV, ToyModels, search_toy, toy_objective, toy_sett
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import RecordJournal
-from mergegate.tasks.sweep.confirmation import (
-    MIN_P_VALUE,
-    Confirmation,
-    both_right,
-    confirm,
-    confirmation_power,
-    reason_not_to_confirm,
-)
+from mergegate.tasks.sweep import Confirmation, Ledger, Study, Trial, confirm, reason_not_to_confirm
+from mergegate.tasks.sweep.confirmation import MIN_P_VALUE, both_right, confirmation_power
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
-from mergegate.tasks.sweep.study import Ledger, Study, Trial
 
 LOG = MetricKey("rev", "log_likelihood")
 

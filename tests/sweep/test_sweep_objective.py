@@ -12,31 +12,19 @@ from scipy.stats import norm
 from toy_search import WEIGHT
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.sweep.objective import (
-    Limit,
-    MetricKey,
-    Objective,
-    Race,
-    ScoresByMetric,
-    Term,
-    best_third,
-    cumulative_shares,
-    halving_rounds,
-    make_objective,
-    spent_error,
-)
-from mergegate.tasks.sweep.settings import Racing, SweepSettings
-from mergegate.tasks.sweep.study import Trial, best_of, front, rank
+from mergegate.tasks.sweep import MetricKey, Racing, SweepSettings, Term, Trial, cumulative_shares, make_objective
+from mergegate.tasks.sweep.objective import Limit, Objective, Race, best_third, halving_rounds, spent_error
+from mergegate.tasks.sweep.study import best_of, front, rank
 
 REV, COPY = MetricKey("rev", "exact"), MetricKey("copy", "exact")
 LOOKS = cumulative_shares(Racing(first=0.125))
 
 
-def first(table: ScoresByMetric, share: float) -> ScoresByMetric:
+def first(table: dict[MetricKey, Any], share: float) -> dict[MetricKey, Any]:
     return {key: numbers[: int(np.ceil(share * len(numbers)))] for key, numbers in table.items()}
 
 
-def dropped_at(race: Race, table: ScoresByMetric) -> int | None:
+def dropped_at(race: Race, table: dict[MetricKey, Any]) -> int | None:
     return next((i for i, share in enumerate(race.looks) if race.should_drop(first(table, share), i)), None)
 
 

@@ -14,16 +14,8 @@ import pytest
 from toy_search import COPY, REV, TIES, ToyModels, by_weights, hand_written_ties, run_toy, toy_settings, toy_space
 
 from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
-from mergegate.tasks.sweep.study import (
-    HandWritten,
-    SearchProgress,
-    Trial,
-    TrialRequest,
-    TrialScores,
-    open_ledger,
-    request_key,
-    study_key,
-)
+from mergegate.tasks.sweep import HandWritten, SearchProgress, Trial, TrialRequest, TrialScores, open_ledger, study_key
+from mergegate.tasks.sweep.study import request_key
 
 Results = Iterator[tuple[int, TrialScores | Exception]]
 

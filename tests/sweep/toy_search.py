@@ -11,20 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mergegate.tasks.sweep import HandWritten, Ledger, Study, TrialRequest, TrialScores, open_ledger, study_key
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, make_objective
 from mergegate.tasks.sweep.search import SearchProblem, search
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space, recipe_key
-from mergegate.tasks.sweep.study import (
-    HandWritten,
-    Ledger,
-    Study,
-    TrialRequest,
-    TrialScores,
-    open_ledger,
-    request_key,
-    study_key,
-)
+from mergegate.tasks.sweep.study import request_key
 
 TIES = {
     "merge_method": "ties",

@@ -30,11 +30,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from mergegate.tasks.shadow.kill_switch import kill_reason
-from mergegate.tasks.shadow.recorded_traffic import ArmRow, ShadowRecord
+from mergegate.tasks.shadow.arms import ArmRow, ShadowRecord, kill_reason
 from mergegate.tasks.shadow.routing import FollowedRouting, goes_to_candidate
 from mergegate.tasks.shadow.settings import ShadowSettings
-from mergegate.tasks.shadow.traffic.recorder import DAY_S, Recorder
+from mergegate.tasks.shadow.traffic.records import DAY_S, Recorder
 from mergegate.tasks.shadow.traffic.request import (
     ID_HEADER,
     MAX_BODY_BYTES,
@@ -44,12 +43,14 @@ from mergegate.tasks.shadow.traffic.request import (
     ProxiedRequest,
     SessionSecret,
     SlowClient,
+    Upstream,
+    end_to_end_headers,
     has_key,
     may_be_copied,
+    read_key,
     read_request,
     session_hash,
 )
-from mergegate.tasks.shadow.traffic.upstream import Upstream, end_to_end_headers, read_key
 
 _COPY_TIMEOUT_S = 600.0
 # A busy parent gets more time because it has no replacement. The parent replaces a candidate that does not connect.

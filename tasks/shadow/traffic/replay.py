@@ -30,19 +30,12 @@ _FORMS = "lines with messages, prompt, turns, or path and body"
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests of one user, sent one after another.
+    """Requests of one user, sent one after another."""
 
-    Attributes:
-        session: Value of the session header.
-        path: Path of all requests.
-        body: Body of the first request.
-        turns: Further messages from the user. Each becomes a request that includes the answers so far.
-    """
-
-    session: str
+    session: str  # value of the session header
     path: str
-    body: Mapping[str, Any]
-    turns: tuple[str, ...] = ()
+    body: Mapping[str, Any]  # of the first request
+    turns: tuple[str, ...] = ()  # further messages; each becomes a request that includes the answers so far
 
 
 @dataclass
@@ -88,23 +81,14 @@ def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Settings of a replay.
+    """Settings of a replay."""
 
-    Attributes:
-        header: Name of the session header.
-        rate: Number of users that start per second.
-        concurrency: Largest number of concurrent requests.
-        rounds: Number of repetitions. Each round has its own sessions.
-        stream: Whether to request streamed answers.
-        key: Key of a client, if the proxy requires one.
-    """
-
-    header: str
-    rate: float
-    concurrency: int
-    rounds: int = 1
-    stream: bool = False
-    key: str = ""
+    header: str  # name of the session header
+    rate: float  # number of users that start per second
+    concurrency: int  # largest number of concurrent requests
+    rounds: int = 1  # number of repetitions, each with its own sessions
+    stream: bool = False  # whether to request streamed answers
+    key: str = ""  # of a client, if the proxy requires one
 
 
 async def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings) -> ReplayResult:

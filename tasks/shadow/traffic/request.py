@@ -1,6 +1,7 @@
-"""Read a client's request, identify its sender, and decide whether a second server may get a copy.
+"""Read a client's request, identify its sender, decide whether it may be copied, and forward it to one server.
 
-Only requests on an allowlist are copied, because the effects of other requests are unknown.
+Only requests on an allowlist are copied, because the effects of other requests are unknown. Bodies are forwarded as
+bytes, and headers keep their order. Only hop-by-hop headers (RFC 9110, 7.6.1) are removed.
 """
 
 from __future__ import annotations
@@ -8,21 +9,102 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+import httpx
 from pydantic import Field, TypeAdapter
 from starlette.types import Message, Receive, Scope, Send
 
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import read_state, state_directory, write_state
-from mergegate.tasks.shadow.traffic.upstream import KEY_HEADERS, Headers, end_to_end_headers
+from mergegate.tasks.shadow.settings import ShadowServer
+
+Headers = list[tuple[bytes, bytes]]
+_IDLE_S = 2.0  # Servers close idle connections after five seconds, so the proxy stops reusing them earlier.
+_HOP_BY_HOP_HEADERS = frozenset(
+    (
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+        b"trailer", b"transfer-encoding", b"upgrade",
+    )
+)  # fmt: skip
+_API = "/v1"
+KEY_HEADERS = {b"authorization", b"api-key", b"x-api-key"}
+
+
+class Upstream:
+    """Client of one server with its own connections, so that a server that hangs does not block the other one.
+
+    ``timeout`` is the longest time without a byte, ``connect`` the timeout for opening a connection, both in seconds.
+
+    Raises:
+        InvalidInput: The environment variable for the API key is not set.
+    """
+
+    def __init__(self, server: ShadowServer, timeout: float, connect: float) -> None:
+        self.server = server
+        self._key = read_key(server.api_key_env)  # replaces the client's key, if it is not empty
+        self._url = httpx.URL(server.url)
+        self._client = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_S),
+            timeout=httpx.Timeout(timeout, connect=connect),
+            trust_env=False,
+        )
+
+    async def send(self, method: str, path: bytes, query: bytes, headers: Headers, body: bytes | Any) -> httpx.Response:
+        """Send a request and return the response before its body has been read.
+
+        In ``path``, which is the client's, ``/v1`` is replaced by the path of the server's URL. ``body`` is bytes or an
+        asynchronous iterator of bytes.
+
+        Raises:
+            httpx.HTTPError: The server does not respond.
+        """
+        request_path = path.decode("latin-1")
+        if request_path == _API or request_path.startswith(f"{_API}/"):
+            request_path = self._url.raw_path.decode("latin-1").rstrip("/") + request_path[len(_API) :]
+        url = self._url.copy_with(raw_path=request_path.encode("latin-1") + (b"?" + query if query else b""))
+        # httpx sets the length of a body in memory, because the new model name may have changed it.
+        removed = {b"host", b"content-length"} if isinstance(body, bytes) else {b"host"}
+        removed |= KEY_HEADERS if self._key else set()
+        forwarded = [(name, value) for name, value in headers if name not in removed]
+        if self._key and path.decode("latin-1") in self.server.key_paths:  # as sent, so that no encoding evades this
+            forwarded.append((b"authorization", f"Bearer {self._key}".encode()))
+        request = httpx.Request(method, url, headers=forwarded, content=body)
+        return await self._client.send(request, stream=True)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def read_key(variable: str | None) -> str:
+    """Return the value of an environment variable with a key, or an empty string without a variable."""
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not key:
+        raise InvalidInput(
+            f"shadow: {variable}",
+            found="an environment variable that is not set or empty",
+            expected="the API key of the server or the keys of the clients in this variable",
+        )
+    return key
+
+
+def end_to_end_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Return the headers without hop-by-hop headers, which include those named by ``Connection``."""
+    lower_case = [(name.lower(), value) for name, value in headers]
+    hop_by_hop = {
+        part.strip().lower() for name, value in lower_case if name == b"connection" for part in value.split(b",")
+    } | _HOP_BY_HOP_HEADERS
+    return [(name, value) for name, value in lower_case if name not in hop_by_hop]
+
 
 Arm: TypeAlias = Literal["parent", "candidate"]
 ID_HEADER = b"x-request-id"
@@ -37,27 +119,16 @@ _EFFECTS = ("store", "previous_response_id", "conversation", "container", "backg
 
 @dataclass(frozen=True)
 class ProxiedRequest:
-    """A request that the proxy forwards and records.
-
-    Attributes:
-        scope: ASGI scope of the request.
-        headers: Headers to forward, without those of the client's connection. They include a request ID.
-        body: Complete body of a generation request, or an iterator over the body of any other request.
-        document: Parsed body, if it is a JSON object.
-        key: Key of the session that the request belongs to.
-        request_id: Request ID sent by the client, or else generated.
-        exchange: Generated ID that all records of this request share.
-        at: Time of arrival, as Unix time.
-    """
+    """A request that the proxy forwards and records."""
 
     scope: Scope
-    headers: Headers
-    body: bytes | AsyncIterator[bytes]
-    document: dict[str, Any] | None
-    key: str
-    request_id: str
-    exchange: str = field(default_factory=lambda: uuid.uuid4().hex)
-    at: float = field(default_factory=time.time)
+    headers: Headers  # to forward, without those of the client's connection; they include a request ID
+    body: bytes | AsyncIterator[bytes]  # complete body of a generation request, or an iterator over any other body
+    document: dict[str, Any] | None  # parsed body, if it is a JSON object
+    key: str  # of the session that the request belongs to
+    request_id: str  # sent by the client, or else generated
+    exchange: str = field(default_factory=lambda: uuid.uuid4().hex)  # ID that all records of this request share
+    at: float = field(default_factory=time.time)  # time of arrival, as Unix time
 
     @property
     def method(self) -> str:
@@ -76,27 +147,16 @@ class ProxiedRequest:
 
 @dataclass
 class ArmAnswer:
-    """Outcome of a request at one arm, updated while the answer arrives.
-
-    Attributes:
-        arm: Server that received the request.
-        started: Start of the request, as a ``time.perf_counter`` value.
-        status: HTTP status, or 0 if the server sent none.
-        first_byte: Seconds until the first byte of the body, or None if no body arrived.
-        body: Recorded part of the body.
-        error: Failure of the server or of the connection. Empty if there was none.
-        fallback: Whether the candidate failed and the parent answered instead.
-        is_complete: Whether the complete body arrived.
-    """
+    """Outcome of a request at one arm, updated while the answer arrives. ``ArmRow`` explains its fields."""
 
     arm: Arm
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     first_byte: float | None = None
-    body: bytearray = field(default_factory=bytearray)
+    body: bytearray = field(default_factory=bytearray)  # the recorded part
     error: str = ""
     fallback: bool = False
-    is_complete: bool = False
+    is_complete: bool = False  # whether the complete body arrived
 
     def elapsed_seconds(self) -> float:
         """Return the seconds since the start of the request."""

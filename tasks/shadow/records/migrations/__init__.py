@@ -1,1 +1,0 @@
-"""Migrate the tables of the shadow records with Alembic, one file per schema change."""
