@@ -123,22 +123,6 @@ def is_sliced(module: Module) -> bool:
     return any(source.layers is not None for cut in module.slices for source in cut.sources)
 
 
-def sliced_module(recipe: Recipe, donor: Checkpoint) -> Module | None:
-    """Return the module whose slices decide the number of layers in the config, or None if no module has slices."""
-    for module, stack, _ in _split_modules(recipe, donor):
-        if not is_sliced(module):
-            continue
-        if stack is not None and stack != main_stack(donor, f"{recipe.location}: modules"):
-            raise InvalidInput(
-                f"{recipe.location}: modules.{module.name}.slices",
-                found=f"slices of {stack}",
-                expected="slices of the text layers only",
-                remedy="use 'models' for this part",
-            )
-        return module
-    return None
-
-
 def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str | None, list[str]]]:
     """Return each module with its stack of layers (None for all stacks) and its tensors."""
     if recipe.modules[0].name is None:
@@ -266,10 +250,24 @@ def _position(index: int, count: int) -> float:
 def config_of_slices(
     recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
 ) -> tuple[dict[str, Any], list[Finding]] | None:
-    """Return the config of a result with cut layers and findings about it, or None for a merge of whole models."""
-    module = sliced_module(recipe, donor)
+    """Return the config of a result with cut layers and findings about it, or None for a merge of whole models.
+
+    Raises:
+        InvalidInput: A part other than the main stack of layers is sliced. The config would not reflect its depth. Or a
+            layer does not exist, or its meaning would change or is unknown at its new position.
+    """
+    module, own_stack = next(
+        ((module, stack) for module, stack, _ in _split_modules(recipe, donor) if is_sliced(module)), (None, None)
+    )
     if module is None:
         return None
+    if own_stack is not None and own_stack != main_stack(donor, f"{recipe.location}: modules"):
+        raise InvalidInput(
+            f"{recipe.location}: modules.{module.name}.slices",
+            found=f"slices of {own_stack}",
+            expected="slices of the text layers only",
+            remedy="use 'models' for this part",
+        )
     location = f"{recipe.location}: slices"
     stack = main_stack(donor, location)
     models = _models(module)

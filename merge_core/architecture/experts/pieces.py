@@ -66,14 +66,8 @@ class ExpertNames:
     # Pairs of prefixes, in memory and on disk, of names inside a layer that differ between the two.
     renamed: tuple[tuple[str, str], ...] = ()
 
-    def on_disk(self, part: str) -> str:
-        """Return the name on disk for ``part``, a tensor name in memory without the prefix of its layer."""
-        for memory, disk in self.renamed:
-            if part.startswith(memory):
-                return disk + part.removeprefix(memory)
-        return part
 
-
+# Families that are not listed here use the default names.
 _BLOCK_SPARSE = ExpertNames("w1", "w3", "w2", (("mlp.", "block_sparse_moe."),))
 _GRANITE = ExpertNames(renamed=(("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),))
 _BY_MODEL_TYPE = {
@@ -125,18 +119,10 @@ class DerivedPiece(DerivedTensor):
         return lambda first, into: elements(self.start + first, into)
 
 
-def expert_names(config: Mapping[str, Any]) -> ExpertNames:
-    """Return the names that the model family in ``config`` uses on disk for the tensors of its experts.
-
-    Families that this module does not list use ``gate_proj``, ``up_proj`` and ``down_proj``.
-    """
-    kinds = (part.get("model_type") for part in config_parts(config))
-    return next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), ExpertNames())
-
-
 def split_experts(checkpoint: Checkpoint) -> Checkpoint:
     """Return ``checkpoint`` with each expert as a separate tensor. It stays unchanged if no experts are fused."""
-    names = expert_names(checkpoint.config)
+    kinds = (part.get("model_type") for part in config_parts(checkpoint.config))
+    names = next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), ExpertNames())
     candidates: dict[str, dict[str, AnyTensor]] = {}
     if any(len(tensor.shape) == 3 for tensor in checkpoint.tensors.values()):
         for name, tensor in checkpoint.tensors.items():
@@ -226,10 +212,11 @@ def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, loc
 
 
 def _disk_layout_name(name: str, names: ExpertNames) -> str:
-    position = parse_layer_place(name)
-    if position is None or not names.renamed:
-        return name
-    return f"{position.stack}.{position.index}.{names.on_disk(position.part)}"
+    place = parse_layer_place(name)
+    for memory, disk in names.renamed if place is not None else ():
+        if place is not None and place.part.startswith(memory):
+            return f"{place.stack}.{place.index}.{disk}{place.part.removeprefix(memory)}"
+    return name
 
 
 @dataclass(frozen=True, slots=True)
