@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -262,8 +262,7 @@ def compare_fingerprints(
     return tuple(relations)
 
 
-@dataclass(frozen=True)
-class _Match:
+class _Match(NamedTuple):
     """For each distinct matrix of a model, its partner in another model and the relative squared distance."""
 
     partners: NDArray[np.intp]
@@ -273,8 +272,7 @@ class _Match:
 def _match(model: Fingerprint, known_model: Fingerprint, rows: list[int]) -> _Match:
     if not known_model.names:
         return _Match(np.zeros(len(rows), np.intp), np.full(len(rows), np.inf))
-    correlations = model.directions[rows] @ known_model.directions.T
-    correlations[np.not_equal.outer(np.array(model.columns)[rows], np.array(known_model.columns))] = 0
+    correlations = _correlations(model, rows, known_model)
     partners = correlations.argmax(1)
     best = correlations[np.arange(len(rows)), partners]
     first, second = model.values[rows].astype(float), known_model.values[partners].astype(float)
@@ -286,10 +284,16 @@ def _first_similar(model: Fingerprint) -> list[int]:
     """Return for each matrix the first matrix of the model that is similar to it, often the matrix itself."""
     if not model.names:
         return []
-    correlations = model.directions @ model.directions.T
-    correlations[np.not_equal.outer(np.array(model.columns), np.array(model.columns))] = 0
+    correlations = _correlations(model, list(range(len(model.names))), model)
     np.fill_diagonal(correlations, 1)
     return [int(row) for row in (correlations >= _SIMILAR).argmax(1)]
+
+
+def _correlations(model: Fingerprint, rows: list[int], other: Fingerprint) -> NDArray[np.float32]:
+    """Return the correlation of each row with each matrix of another model; 0 for another number of columns."""
+    correlations = model.directions[rows] @ other.directions.T
+    correlations[np.not_equal.outer(np.array(model.columns)[rows], np.array(other.columns))] = 0
+    return correlations
 
 
 def _exponents(values: NDArray[np.float32]) -> NDArray[np.intc]:

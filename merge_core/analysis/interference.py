@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import reduce
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -48,15 +48,32 @@ from mergegate.merge_core.system import cores_of_process
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# A task vector moves a weight noticeably if the change exceeds this share of the root mean square of its changes in the
+# grain. Fine-tuning also moves weights by single rounding steps, and the sign of such a change means nothing.
+NOTICEABLE = 0.1
+# Number of elements in a grain. It is part of the definition of a noticeable change, not a tuning parameter.
+GRAIN = 1 << 16
 
-class Tally(BaseModel):
+# Reason for skipping a tensor that is not finite in some model.
+NOT_FINITE = "NaN or infinities"
+# Memory for one block of all models, as float32. It is fixed because sums are accumulated block by block.
+_BLOCK_BYTES = 16 << 20
+_THREADS = 4
+_POOL_BYTES = 64 << 20
+# With fewer input bytes than this, loading the compiled kernels takes longer than they save.
+_FUSE_FROM_BYTES = 64 << 20
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Tally(_Record):
     """Sums over ``elements`` weights that describe how far ``vectors`` task vectors agree.
 
     ``gram`` is symmetric, ``[vectors, vectors]``. If there is a merge, a last row and column stand for its difference
     from the origin. ``pair_moved`` and ``pair_opposed`` are in the order of :attr:`pairs`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     elements: int
     vectors: int
@@ -170,13 +187,9 @@ def normalized_lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tu
     distances = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * products, 0))
     results: list[tuple[float, float | None]] = []
     for index, square in enumerate(squares):
-        other_distances = np.delete(distances[index], index)
-        results.append(
-            (
-                float(np.sqrt(square)) / median_length,
-                float(np.median(other_distances)) / median_length if len(other_distances) else None,
-            )
-        )
+        others = np.delete(distances[index], index)
+        median_distance = float(np.median(others)) / median_length if len(others) else None
+        results.append((float(np.sqrt(square)) / median_length, median_distance))
     return results
 
 
@@ -200,26 +213,8 @@ def geometric_median(gram: Sequence[Sequence[float]], model_weights: Sequence[fl
     return tuple(shares.tolist())
 
 
-# A task vector moves a weight noticeably if the change exceeds this share of the root mean square of its changes in the
-# grain. Fine-tuning also moves weights by single rounding steps, and the sign of such a change means nothing.
-NOTICEABLE = 0.1
-# Number of elements in a grain. It is part of the definition of a noticeable change, not a tuning parameter.
-GRAIN = 1 << 16
-
-# Reason for skipping a tensor that is not finite in some model.
-NOT_FINITE = "NaN or infinities"
-# Memory for one block of all models, as float32. It is fixed because sums are accumulated block by block.
-_BLOCK_BYTES = 16 << 20
-_THREADS = 4
-_POOL_BYTES = 64 << 20
-# With fewer input bytes than this, loading the compiled kernels takes longer than they save.
-_FUSE_FROM_BYTES = 64 << 20
-
-
-class TensorGroup(BaseModel):
+class TensorGroup(_Record):
     """Tally of all tensors of one kind in one layer, or outside the layers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     stack: str  # 'model.layers'; empty outside the layers
     layer: int | None  # from 0; None outside the layers
@@ -227,24 +222,20 @@ class TensorGroup(BaseModel):
     tally: Tally
 
 
-class Skipped(BaseModel):
+class Skipped(_Record):
     """Tensors that were not compared for one reason."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     reason: str
     tensors: int
     example: str  # name of the first tensor
 
 
-class Interference(BaseModel):
+class Interference(_Record):
     """Result of :func:`measure_interference`.
 
     Task vectors are numbered in the order of the parents. ``spots`` has the tensors before the layers, then the layers,
     then the tensors after the layers.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     vectors: int
     has_merge: bool
@@ -264,12 +255,16 @@ class Interference(BaseModel):
         return {layer: total(tallies) for layer, tallies in parts.items()}
 
 
+Progress: TypeAlias = Callable[[int, int], None]
+"""Function called with the number of bytes read so far and in total."""
+
+
 def measure_interference(
     origin: Checkpoint,
     parents: Sequence[Checkpoint],
     merge: Checkpoint | None = None,
     *,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Interference:
     """Tally how the parents and the merge differ from ``origin``, over all floating-point tensors.
 
@@ -294,28 +289,25 @@ def measure_interference(
         merge = None
     models = [origin, *parents, *([merge] if merge is not None else [])]
     jobs = _jobs(models, skipped)
-    sums = _tally_jobs(jobs, len(parents), on_progress or (lambda finished, total: None))
+    sums = _tally_jobs(jobs, len(parents), on_progress)
     for index, job in enumerate(jobs):
         if not _is_finite(sums[index]):  # Infinities that all models have in common are no differences.
-            sums[index : index + 1] = _tally_jobs([job], len(parents), lambda finished, total: None, constants=True)
+            sums[index : index + 1] = _tally_jobs([job], len(parents), None, constants=True)
     parts: dict[tuple[str, int, TensorKind], list[Tally]] = {}
     for job, tally in zip(jobs, sums, strict=True):
         name = job.output.name
-        if not _is_finite(tally):
+        if _is_finite(tally):
+            at = parse_layer_place(name)
+            place = (at.stack, at.index) if at else ("", -1)
+            parts.setdefault((*place, tensor_kind(name)), []).append(tally)
+        else:
             skipped.setdefault(NOT_FINITE, []).append(name)
-            continue
-        location = parse_layer_place(name)
-        parts.setdefault(
-            (location.stack if location else "", location.index if location else -1, tensor_kind(name)), []
-        ).append(tally)
     if not parts:
-        raise InvalidInput(
-            str(origin.directory),
-            found="NaN or infinity in every tensor of this model or of the models compared with it"
-            if NOT_FINITE in skipped
-            else "no tensor with the same name and shape in all models",
-            expected="finite numbers" if NOT_FINITE in skipped else "models of one architecture",
-        )
+        found, expected = "no tensor with the same name and shape in all models", "models of one architecture"
+        if NOT_FINITE in skipped:
+            found = "NaN or infinity in every tensor of this model or of the models compared with it"
+            expected = "finite numbers"
+        raise InvalidInput(str(origin.directory), found=found, expected=expected)
     # Embeddings come first, then each stack by layer, then all other tensors outside of stacks.
     in_network_order = sorted(
         parts,
@@ -328,9 +320,7 @@ def measure_interference(
             TensorGroup(stack=stack, layer=layer if stack else None, kind=kind, tally=total(parts[stack, layer, kind]))
             for stack, layer, kind in in_network_order
         ),
-        skipped=tuple(
-            Skipped(reason=reason, tensors=len(names), example=names[0]) for reason, names in skipped.items()
-        ),
+        skipped=tuple(Skipped(reason=key, tensors=len(names), example=names[0]) for key, names in skipped.items()),
     )
 
 
@@ -393,18 +383,20 @@ def _tally(elements: int, vectors: int, origin: float, gram: NDArray[Any], count
     )
 
 
-def _jobs(models: Sequence[Checkpoint], skipped_tensors: dict[str, list[str]]) -> list[TensorJob]:
+def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[TensorJob]:
     """Return one job for each tensor that all models have in the same shape, in the order of the origin's files."""
     jobs = []
     for name, first in models[0].tensors.items():
-        matches = [find_tensor(model, name) for model in models]
-        tensors = [tensor for tensor in matches if tensor is not None]
+        tensors = [tensor for model in models if (tensor := find_tensor(model, name)) is not None]
+        reason = ""
         if len(tensors) < len(models):
-            skipped_tensors.setdefault("not in every model", []).append(name)
+            reason = "not in every model"
         elif any(tensor.dtype.kind != "float" for tensor in tensors):
-            skipped_tensors.setdefault("not of floating point", []).append(name)
+            reason = "not of floating point"
         elif any(tensor.shape != first.shape for tensor in tensors):
-            skipped_tensors.setdefault("of another shape in some model", []).append(name)
+            reason = "of another shape in some model"
+        if reason:
+            skipped.setdefault(reason, []).append(name)
         elif first.numel:
             inputs = tuple(Input(str(index), tensor) for index, tensor in enumerate(tensors))
             output = OutputTensor(name, first.dtype, first.shape)
@@ -417,7 +409,7 @@ def _is_finite(tally: Tally) -> bool:
 
 
 def _tally_jobs(
-    jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int, int], None], *, constants: bool = False
+    jobs: Sequence[TensorJob], vectors: int, on_progress: Progress | None, *, constants: bool = False
 ) -> list[Tally]:
     """Return the tally of each job. Blocks are computed concurrently but added in order, so sums are reproducible.
 
@@ -442,30 +434,25 @@ def _tally_jobs(
         index, future = pending.popleft()
         sums[index].append(future.result())
         bytes_done += sums[index][-1].elements * sum(item.tensor.dtype.size for item in jobs[index].inputs)
+        if on_progress is not None:
+            on_progress(bytes_done, total_bytes)
 
     paths = (part.file for job in jobs for part in job.stored_tensors)
     with InputFiles(paths) as files, ThreadPoolExecutor(threads) as executor:
         try:
-            for index, inputs, number in _blocks(jobs, files, pool):
-                if len(pending) > threads:
-                    collect_oldest()
-                    on_progress(bytes_done, total_bytes)
-                pending.append((index, executor.submit(work, inputs, number)))
+            for index, job in enumerate(jobs):
+                if index + 1 < len(jobs):
+                    read_ahead(jobs[index + 1], files)
+                elements = max(1, _BLOCK_BYTES // (4 * len(job.inputs)) // GRAIN) * GRAIN
+                inputs = JobInputs(job, files, block=elements, grain=GRAIN, pool=pool)
+                for number in range(inputs.count):
+                    if len(pending) > threads:
+                        collect_oldest()
+                    pending.append((index, executor.submit(work, inputs, number)))
             while pending:
                 collect_oldest()
-            on_progress(bytes_done, total_bytes)
         finally:
             for _, future in pending:
                 future.cancel()
     pool.close()
     return [total(parts) for parts in sums]
-
-
-def _blocks(jobs: Sequence[TensorJob], files: InputFiles, pool: BufferPool) -> Iterator[tuple[int, JobInputs, int]]:
-    for index, job in enumerate(jobs):
-        if index + 1 < len(jobs):
-            read_ahead(jobs[index + 1], files)
-        elements = max(1, _BLOCK_BYTES // (4 * len(job.inputs)) // GRAIN) * GRAIN
-        inputs = JobInputs(job, files, block=elements, grain=GRAIN, pool=pool)
-        for number in range(inputs.count):
-            yield index, inputs, number

@@ -8,6 +8,7 @@ from mergegate.merge_core.architecture.conversions import (
     InMemory,
     keeps_float32,
     loading_of,
+    packaged_table,
     tied_source,
     without_predictions,
 )

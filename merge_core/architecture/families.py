@@ -234,10 +234,8 @@ def _read(path: Path) -> Family:
     if refused := content.pop("refused", None):
         content["refused"] = refused["key"], refused["reason"]
     content["layouts"] = tuple(tuple((old, new) for old, new in layout) for layout in content.pop("layouts", ()))
-    return Family(
-        kinds=tuple(kinds),
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in content.items()},
-    )
+    content = {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+    return Family(kinds=tuple(kinds), **content)
 
 
 # Keys whose names suggest an effect of the layer number.
@@ -293,10 +291,15 @@ def undescribed_key(part: TextPart, depth: int) -> str | None:
 def _kind(
     kind: LayerKind, config: Mapping[str, Any], index: int, depth: int, kinds: Mapping[str, Any], location: str
 ) -> Any:
-    if kind.listed_in is not None and config.get(kind.listed_in):
-        return _entry(config, kind.listed_in, list, index, depth, location)
-    if kind.spelt_in is not None and config.get(kind.spelt_in):
-        return _entry(config, kind.spelt_in, str, index, depth, location)
+    forms: tuple[tuple[str | None, type[list[Any]] | type[str]], ...] = ((kind.listed_in, list), (kind.spelt_in, str))
+    for key, form in forms:
+        value = config.get(key) if key is not None else None
+        if not value:
+            continue
+        if not isinstance(value, form) or len(value) < depth:
+            found = f"{len(value)} entries" if isinstance(value, form) else type(value).__name__
+            raise InvalidInput(f"{location}: {key}", found=found, expected=f"an entry for each of the {depth} layers")
+        return value[index]
     if kind.required:
         raise InvalidInput(
             f"{location}: {kind.listed_in}", found="no value", expected=f"a list with {depth} entries, one per layer"
@@ -307,24 +310,13 @@ def _kind(
     return None
 
 
-def _entry(config: Mapping[str, Any], key: str, shape: type, index: int, depth: int, location: str) -> Any:
-    value = config[key]
-    if not isinstance(value, shape) or len(value) < depth:  # type: ignore[arg-type]  # ``shape`` is list or str.
-        found = f"{len(value)} entries" if isinstance(value, shape) else type(value).__name__  # type: ignore[arg-type]
-        raise InvalidInput(f"{location}: {key}", found=found, expected=f"an entry for each of the {depth} layers")
-    return value[index]  # type: ignore[index]
-
-
 def _holds(
     rule: LayerCondition, config: Mapping[str, Any], index: int, kinds: Mapping[str, Any], location: str
 ) -> bool:
     """Return whether a condition is true for layer ``index``. The caller applies ``negated``."""
     if rule.every is not None:
-        period = (
-            rule.every if isinstance(rule.every, int) else _number(config, rule.every, rule.default, location, least=1)
-        )
-        remainder = rule.at if isinstance(rule.at, int) else _number(config, rule.at, rule.at_default, location)
-        return (index + rule.shift) % period == remainder
+        period = _number(config, rule.every, rule.default, location, least=1)
+        return (index + rule.shift) % period == _number(config, rule.at, rule.at_default, location)
     if rule.below is not None:
         return index < _number(config, rule.below, rule.default, location)
     if rule.numbered_in is not None:
@@ -341,7 +333,10 @@ def _holds(
     return bool(kinds[str(rule.kind)] == rule.equals)
 
 
-def _number(config: Mapping[str, Any], key: str, default: Any, location: str, least: int = 0) -> int:
+def _number(config: Mapping[str, Any], key: str | int, default: Any, location: str, least: int = 0) -> int:
+    """Return ``key`` if it is a number, otherwise its value in the configuration."""
+    if isinstance(key, int):
+        return key
     value = config.get(key)
     if value is None:
         value = default

@@ -405,9 +405,9 @@ def rename_to_layout(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
                 is_new = any(name.startswith(new) and new.startswith(old) for old, new in pairs)
                 fitting = [pair for pair in pairs if name.startswith(pair[0])] if not is_new else []
                 old, new = max(fitting, key=lambda pair: len(pair[0]), default=("", ""))
-                names[new + name.removeprefix(old)] = name
-            if len(names) == len(parent.tensors) and needed <= names.keys():
-                return replace(parent, tensors={new: parent.tensors[name] for new, name in names.items()})
+                names[name] = new + name.removeprefix(old)
+            if (renamed := _renamed(parent, names)) is not parent and needed <= renamed.tensors.keys():
+                return renamed
     donor_stacks, parent_stacks = stacks(donor.tensors).keys(), stacks(parent.tensors).keys()
     if donor_stacks & parent_stacks:
         return parent
@@ -415,16 +415,23 @@ def rename_to_layout(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
         if all(prefix + stack in donor_stacks for stack in parent_stacks):
             # Heads have no prefix in either layout.
             names = {
-                prefix + name if parse_layer_place(name) or prefix + name in donor.tensors else name: name
+                name: prefix + name if parse_layer_place(name) or prefix + name in donor.tensors else name
                 for name in parent.tensors
             }
         elif all(stack.removeprefix(prefix) in donor_stacks for stack in parent_stacks):
-            names = {name.removeprefix(prefix): name for name in parent.tensors}
+            names = {name: name.removeprefix(prefix) for name in parent.tensors}
         else:
             continue
-        if len(names) == len(parent.tensors):
-            return replace(parent, tensors={new: parent.tensors[name] for new, name in names.items()})
+        if (renamed := _renamed(parent, names)) is not parent:
+            return renamed
     return parent
+
+
+def _renamed(parent: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    """Return ``parent`` with new names for its tensors, or unchanged if two tensors would have one name."""
+    if len(set(names.values())) != len(names):
+        return parent
+    return replace(parent, tensors={names[name]: tensor for name, tensor in parent.tensors.items()})
 
 
 def _with_loaded_names(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
@@ -435,10 +442,8 @@ def _with_loaded_names(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
     """
     donor_names = {loaded: name for name, loaded in _loaded_names(donor).items()}
     loaded_names = _loaded_names(parent)
-    names = {name: donor_names.get(loaded_names.get(name, ()), name) for name in parent.tensors}
-    if len(set(names.values())) != len(names):
-        return parent  # Two stored tensors have one name in memory, such as a tensor and its copy.
-    return replace(parent, tensors={names[name]: tensor for name, tensor in parent.tensors.items()})
+    # Two stored tensors may have one name in memory, such as a tensor and its copy.
+    return _renamed(parent, {name: donor_names.get(loaded_names.get(name, ()), name) for name in parent.tensors})
 
 
 def _loaded_names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:

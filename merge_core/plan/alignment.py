@@ -274,9 +274,10 @@ def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, Ro
     recipe_tokens = {row.token for row in choice.tokens}
     with_origin = {row.token for row in choice.tokens if row.origin is not None}
     table_size = sizes[alignment.tokenizer_name]
+    present = np.asarray((rows >= 0).any(0))
     orphans = [
         token
-        for (number, token), has_row in zip(listed, (rows >= 0).any(0), strict=True)
+        for (number, token), has_row in zip(listed, present.tolist(), strict=True)
         if not has_row and (number < table_size or token in recipe_tokens) and token not in with_origin
     ]
     orphans += [token for token in recipe_tokens if token not in with_origin and alignment.ids[token] >= size]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mergegate.merge_core.architecture import (
     class_difference,
@@ -30,11 +30,11 @@ from mergegate.merge_core.architecture import (
 )
 from mergegate.merge_core.checkpoint import DEFAULT, MODULES_FILE, Checkpoint, Companions, StoredTensor, equal_bytes
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_tokenizers
-from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, to_printable, worst_first
+from mergegate.merge_core.errors import Finding, InvalidInput, Severity, finding_of, to_printable, worst_first
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
 from mergegate.merge_core.plan.consistency import config_value, self_consistency, unused_tensors
 from mergegate.merge_core.plan.jobs import MergePlan
-from mergegate.merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
+from mergegate.merge_core.plan.plan import assemble, parents_of, single_experts, with_findings
 from mergegate.merge_core.plan.tokenizers import TokenizerPair, compare_to_donor
 from mergegate.merge_core.recipe import Recipe
 
@@ -117,16 +117,15 @@ def plan_with_findings(
     findings: list[Finding] = []
     sizes: list[Finding] = []
     measurable: list[TokenizerPair] = []
-    tables, plan = single_experts(checkpoints), None
+    plan = None
     try:
-        assembled, problems = assemble(recipe, checkpoints)
+        assembled, tables, problems = assemble(recipe, checkpoints)
     except InvalidInput as error:
         findings.append(finding_of(error))
+        tables = single_experts(checkpoints)
     else:
         findings += problems
         blocked = {problem.where for problem in problems if problem.severity == "block"}
-        for step in assembled.steps:
-            tables[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*assembled.steps, assembled):
             findings += unused_tensors(part, tables, blocked)
             findings += _compare_templates(part, tables, accepted_differences)
@@ -135,7 +134,7 @@ def plan_with_findings(
                 parents = parents_of(part.recipe, part.jobs, tables)
                 findings += lost_files(part.donor, part.tokenizer, parents, accepted_differences)
         if not blocked:
-            plan = with_findings(assembled, checkpoints, problems)
+            plan = with_findings(assembled, tables, problems)
     for document in (*recipe.steps, recipe):
         models = {str(ref): tables[str(ref)] for ref in document.own_references() if str(ref) in tables}
         donor = str(document.donor)
@@ -295,14 +294,11 @@ def _compare_settings(pair: _Pair, accepted_differences: Collection[str]) -> Ite
             ignored_keys.append(parent_setting.key)
             continue
         key = parent_setting.key.rpartition(".")[2]
-        spelling = (
-            f" ({donor_setting.key})"
-            if donor_setting.key != parent_setting.key and donor_setting.source == "stated"
-            else ""
-        )
+        is_renamed = donor_setting.key != parent_setting.key and donor_setting.source == "stated"
+        spelling = f" ({donor_setting.key})" if is_renamed else ""
         values = (donor_setting.value, parent_setting.value)
         found, remedy = f"{parent_setting}", "make sure that the models compute the same function of their weights"
-        severity: Literal["block", "warn", "info"] = "warn"
+        severity: Severity = "warn"
         if donor_setting.is_of_positions:
             is_number = all(isinstance(value, int | float) and value > 0 for value in values)
             factor = max(values) / min(values) if is_number else 1.0
@@ -346,10 +342,7 @@ def _compare_heads(models: Mapping[str, Checkpoint], accepted_differences: Colle
             if not first_setting.is_of_head or (name, setting.key) in reported:
                 continue
             reported.add((name, setting.key))
-            is_stated = {first_setting.source, setting.source} == {"stated"} and None not in (
-                first_setting.value,
-                setting.value,
-            )
+            is_stated = all(each.source == "stated" and each.value is not None for each in (first_setting, setting))
             yield Finding(
                 "info" if setting.key in accepted_differences else "block" if is_stated else "warn",
                 f"{name}: config.json: {setting.key}",
@@ -439,18 +432,15 @@ def _compare_templates(
         ]
         if not lost_titles:
             continue
-        if lost_titles == [DEFAULT]:
-            difference = "the result gets a different template" if DEFAULT in result else "the result gets no template"
-        else:
-            changed = [to_printable(title) for title in lost_titles if title in result]
-            absent = [to_printable(title) for title in lost_titles if title not in result]
-            parts = [f"the result gets a different {', '.join(changed)}"] if changed else []
-            parts += [f"the result gets no {', '.join(absent)}"] if absent else []
-            difference = "; ".join(parts)
+        titles = ["template"] if lost_titles == [DEFAULT] else [to_printable(title) for title in lost_titles]
+        changed = [title for title, key in zip(titles, lost_titles, strict=True) if key in result]
+        absent = [title for title, key in zip(titles, lost_titles, strict=True) if key not in result]
+        parts = [f"the result gets a different {', '.join(changed)}"] if changed else []
+        parts += [f"the result gets no {', '.join(absent)}"] if absent else []
         yield Finding(
             "info" if _TEMPLATE_KEY in accepted_differences else "warn",
             f"{name}: chat template",
-            found=difference,
+            found="; ".join(parts),
             expected="the templates that the model was trained with",
             remedy="set chat_template in the recipe to auto, a known name or the template; or accept the difference in "
             f"the profile: checks.tokenizer.accepted: [{_TEMPLATE_KEY}]",

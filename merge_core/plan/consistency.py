@@ -30,7 +30,7 @@ from mergegate.merge_core.architecture import (
 )
 from mergegate.merge_core.architecture.experts import disk_name
 from mergegate.merge_core.checkpoint import TEXT_PARTS, Checkpoint
-from mergegate.merge_core.errors import Finding, InvalidInput
+from mergegate.merge_core.errors import Finding, InvalidInput, Severity
 from mergegate.merge_core.plan.jobs import MergePlan
 
 
@@ -121,32 +121,18 @@ def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
         if not settings:
             continue
         method = settings.get("quant_method", "unknown")
+        found, expected, remedy = f"a quantized model ({method})", "unquantized weights", _DEQUANTIZE
+        is_plain = packed is None and all(tensor.dtype.kind != "packed" for tensor in checkpoint.tensors.values())
         # BitNet layers quantize full weights during computation, so there the key belongs to the model.
-        plain = packed is None and all(tensor.dtype.kind != "packed" for tensor in checkpoint.tensors.values())
-        is_leftover = plain and method != "bitnet"
-        path = checkpoint.directory / "config.json"
-        yield Finding(
-            "block",
-            f"{name}: config.json: {key}quantization_config",
-            found=f"a quantization ({method}), but no stored tensor is quantized"
-            if is_leftover
-            else f"a quantized model ({method})",
-            expected="no quantization_config for full weights, because loaders quantize them or fail"
-            if is_leftover
-            else "unquantized weights",
-            remedy=f"delete the key {key}quantization_config from {path}; download a model from the Hub first"
-            if is_leftover
-            else _DEQUANTIZE,
-        )
+        if is_plain and method != "bitnet":
+            found = f"a quantization ({method}), but no stored tensor is quantized"
+            expected = "no quantization_config for full weights, because loaders quantize them or fail"
+            path = checkpoint.directory / "config.json"
+            remedy = f"delete the key {key}quantization_config from {path}; download a model from the Hub first"
+        yield Finding("block", f"{name}: config.json: {key}quantization_config", found, expected, remedy)
         return
     if packed:
-        yield Finding(
-            "block",
-            f"{name}: {packed}",
-            found="a tensor of a quantized model",
-            expected="unquantized weights",
-            remedy=_DEQUANTIZE,
-        )
+        yield Finding("block", f"{name}: {packed}", "a tensor of a quantized model", "unquantized weights", _DEQUANTIZE)
 
 
 def unused_tensors(
@@ -179,39 +165,24 @@ def unused_tensors(
         other_head = class_difference(plan.donor, view) == "head"
         unloaded = unloaded_tensors(view) if unused else frozenset[str]()
         for name in unused:
+            severity: Severity = "warn"
             if other_head and is_of_head(name) and (is_head(name) or not is_optional(name)):
-                yield Finding(
-                    "warn",
-                    f"{model}: {name}",
-                    found=f"not merged: the class of {plan.recipe.donor}, which the result gets, lacks this tensor",
-                    expected="one class for all models",
-                    remedy=f"nothing to do; to get a result with this head, set base_model: {model}",
-                    cause=f"{model}: head",
-                )
-                continue
-            if name in unloaded:
-                yield Finding(
-                    "warn",
-                    f"{model}: {name}",
-                    found=f"not merged: {view.class_name} does not load it, and {plan.recipe.donor} lacks it",
-                    expected="a tensor of every model",
-                    remedy=f"nothing to do; to get a result with this tensor, set base_model: {model}",
-                    cause=f"{model}: not loaded",
-                )
-                continue
-            optional = is_optional(name) or tied_source(view, name) in view.tensors
-            yield Finding(
-                "info" if optional else "block",
-                f"{model}: {name}",
-                found="the result does not have this tensor",
-                expected="every tensor of every model in the result",
-                remedy=(
-                    "nothing to do: the library computes it or ties it to the embeddings"
-                    if optional
-                    else "merge models of one architecture, or use this model as base_model"
-                ),
-                cause="" if optional else f"{model}: size",
-            )
+                found = f"not merged: the class of {plan.recipe.donor}, which the result gets, lacks this tensor"
+                expected, cause = "one class for all models", f"{model}: head"
+                remedy = f"nothing to do; to get a result with this head, set base_model: {model}"
+            elif name in unloaded:
+                found = f"not merged: {view.class_name} does not load it, and {plan.recipe.donor} lacks it"
+                expected, cause = "a tensor of every model", f"{model}: not loaded"
+                remedy = f"nothing to do; to get a result with this tensor, set base_model: {model}"
+            else:
+                found, expected = "the result does not have this tensor", "every tensor of every model in the result"
+                if is_optional(name) or tied_source(view, name) in view.tensors:
+                    severity, cause = "info", ""
+                    remedy = "nothing to do: the library computes it or ties it to the embeddings"
+                else:
+                    severity, cause = "block", f"{model}: size"
+                    remedy = "merge models of one architecture, or use this model as base_model"
+            yield Finding(severity, f"{model}: {name}", found, expected, remedy, cause)
 
 
 def differing_kinds(donor_name: str, donor: Checkpoint, model: str, parent: Checkpoint) -> Iterator[Finding]:

@@ -12,10 +12,17 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from mergegate.merge_core.checkpoint import MODULES_FILE, Checkpoint, Companions, companion_kind
+from mergegate.merge_core.checkpoint import (
+    MODULES_FILE,
+    PICKLED_SINGLE_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    Companions,
+    companion_kind,
+    is_module_file,
+)
 from mergegate.merge_core.errors import Finding, InvalidInput, to_printable
 from mergegate.merge_core.parsing import JsonBounds, parse_json
-from mergegate.merge_core.plan.module_weights import is_module_weights, module_reference
 
 BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 # Keys that record which release wrote the file, and from which checkpoint.
@@ -273,3 +280,13 @@ GENERATION = "generation_config.json"
 
 def serialize_config(config: Mapping[str, Any]) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def is_module_weights(name: str) -> bool:
+    """Return whether sentence-transformers reads the weights of a module from the file called ``name``."""
+    return is_module_file(name) and name.partition("/")[2] in (SINGLE_NAME, PICKLED_SINGLE_NAME)
+
+
+def module_reference(donor: str, models: Mapping[str, Checkpoint]) -> str | None:
+    """Return the model whose module files the result gets: the donor if it has any. None if no model has modules."""
+    return next((name for name in (donor, *models) if MODULES_FILE in models[name].companions), None)

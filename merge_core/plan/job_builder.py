@@ -9,7 +9,7 @@ match nothing. :func:`lost_filters` reports such filters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -43,6 +43,9 @@ from mergegate.merge_core.plan.jobs import Input, OutputTensor, RowMap, TensorJo
 from mergegate.merge_core.plan.outline import OutputSpec
 from mergegate.merge_core.recipe import Condition, Parameters, Recipe, Source, value_for
 
+_Values: TypeAlias = tuple[Mapping[str, Any], tuple[Mapping[str, Any], ...]]
+"""Parameter values for one tensor: values that all inputs share, and a mapping for each input."""
+
 
 @dataclass(frozen=True)
 class JobBuilder:
@@ -52,12 +55,18 @@ class JobBuilder:
     donor: Checkpoint
     checkpoints: Mapping[str, Checkpoint]
     alignment: Alignment | None
-    values: ValueTable
     problems: list[Finding]
+    # Values of parameters by what the recipe can distinguish. The keys use the identity of parts of the recipe, which
+    # ``recipe`` keeps alive, so an identity is never reused.
+    _values: dict[tuple[object, ...], _Values] = field(default_factory=dict)
 
     @cached_property
     def _unloaded_names(self) -> frozenset[str]:
         return unloaded_tensors(self.donor)
+
+    @cached_property
+    def _filters(self) -> tuple[Condition, ...]:
+        return _filtered_conditions(self.recipe)
 
     def build(self, spec: OutputSpec) -> TensorJob | None:
         """Return the job that computes ``spec``, or None if there is nothing to compute or a problem prevents it."""
@@ -116,13 +125,13 @@ class JobBuilder:
         first_shape = inputs[0][1].shape
         min_models, _ = method.models
         is_copied = bool(lacking) or (len(inputs) == 1 and method.single_input == "copy" and min_models > 1)
-        shared, per_input = self.values.for_tensor(spec, inputs, has_base=has_base, checked=not is_copied)
+        shared, per_input = self._parameter_values(spec, inputs, has_base=has_base, checked=not is_copied)
         mode: Literal["merge", "copy", "equal"] = "copy" if is_copied else "merge"
         if dtype.kind == "exact":
             mode = "equal"
         new_router = recipe.repaired.tensors.get(spec.name) if recipe.repaired else None
         if new_router is not None:  # Copy the refitted router instead of merging the routers of the models.
-            job_inputs = (Input(_ROUTER_ORIGIN, new_router),)
+            job_inputs: tuple[Input, ...] = (Input(_ROUTER_ORIGIN, new_router),)
             has_base, per_input, mode = False, ({},), "copy"
         else:
             # Rows that other models lend have no importance.
@@ -135,31 +144,49 @@ class JobBuilder:
         shape = (alignment.size, *first_shape[1:]) if alignment is not None and maps else first_shape
         return TensorJob(OutputTensor(spec.name, dtype, shape), job_inputs, has_base, shared, per_input, mode)
 
+    def _parameter_values(
+        self, spec: OutputSpec, inputs: Sequence[tuple[Source, AnyTensor]], *, has_base: bool, checked: bool
+    ) -> _Values:
+        """Return the parameter values for the tensor ``spec``. With ``checked``, the method checks them."""
+        tensor_names = (spec.name, *(tensor.name for _, tensor in inputs)) if self._filters else ()
+        matched = tuple(condition.matches(name) for condition in self._filters for name in tensor_names)
+        sources = tuple(id(source) for source, _ in inputs)
+        key = (id(spec.module), id(spec.cut), spec.t, sources, has_base, checked, matched)
+        if key in self._values:
+            return self._values[key]
+        method, wider = self.recipe.method, (spec.cut.parameters, spec.module.parameters, self.recipe.parameters)
+        shared: dict[str, Any] = {}
+        per_input: list[dict[str, Any]] = [{} for _ in inputs]
+        for parameter in method.parameters:
+            name = parameter.name
+            if parameter.scope == "shared":
+                shared[name] = _required(value_for(parameter, wider, spec.name, spec.t), name, spec, spec.name)
+                continue
+            for index, (source, tensor) in enumerate(inputs):
+                if parameter.scope == "non_base" and has_base and index == 0:
+                    continue
+                scopes: tuple[Parameters, ...] = (source.parameters, *wider)
+                value = value_for(parameter, scopes, tensor.name, spec.t)
+                per_input[index][name] = _required(value, name, spec, f"{source.model}: {tensor.name}")
+        values = self._values[key] = shared, tuple(per_input)
+        if checked:
+            method.check(*values, f"{spec.cut.location}: {spec.name}")
+        return values
+
     def _refuse(self, where: str, *, found: str, expected: str, remedy: str, cause: str = "") -> None:
         self.problems.append(Finding("block", where, found, expected, remedy, cause))
 
     def _report_lacking(self, name: str, headless: Sequence[str], dropped: Sequence[str], model: str) -> None:
         lacking = (headless or dropped)[0]
         if headless:
-            finding = Finding(
-                "warn",
-                f"{lacking}: {name}",
-                found="missing: the class of this model has a different head, or none",
-                expected="one class for all models",
-                remedy=f"nothing to do: the result gets the tensor of {model} unchanged",
-                cause=f"{lacking}: head",
-            )
+            found, expected = "the class of this model has a different head, or none", "one class for all models"
+            subject, cause = "the tensor", f"{lacking}: head"
         else:
-            finding = Finding(
-                "warn",
-                f"{lacking}: {name}",
-                found=f"missing: transformers drops tensors that {self.donor.class_name} does not load",
-                expected="every tensor in every model",
-                remedy=f"nothing to do: the result gets such tensors of {model} unchanged",
-                cause=f"{lacking}: not loaded",
-            )
-        if headless or all(problem.cause != finding.cause for problem in self.problems):
-            self.problems.append(finding)
+            found = f"transformers drops tensors that {self.donor.class_name} does not load"
+            expected, subject, cause = "every tensor in every model", "such tensors", f"{lacking}: not loaded"
+        if headless or all(problem.cause != cause for problem in self.problems):
+            remedy = f"nothing to do: the result gets {subject} of {model} unchanged"
+            self.problems.append(Finding("warn", f"{lacking}: {name}", f"missing: {found}", expected, remedy, cause))
 
     def _output_dtype(self, name: str, inputs: Sequence[tuple[Source, AnyTensor]]) -> DType | None:
         recipe, first = self.recipe, inputs[0][1].dtype
@@ -169,16 +196,15 @@ class JobBuilder:
             target = stated or promote(dtypes)
             if len(dtypes) > 1 or first.torch_name != "float32" or not keeps_float32(self.donor.config, name, target):
                 return target
-            self.problems.append(
-                Finding(
-                    "info",
-                    f"the result: {name}",
-                    found=f"float32, although the recipe states {target.torch_name}",
-                    expected="the precision of the models, because their class computes with this tensor in float32",
-                    remedy="nothing to do",
-                    cause="the result: tensors in float32",
-                )
+            finding = Finding(
+                "info",
+                f"the result: {name}",
+                found=f"float32, although the recipe states {target.torch_name}",
+                expected="the precision of the models, because their class computes with this tensor in float32",
+                remedy="nothing to do",
+                cause="the result: tensors in float32",
             )
+            self.problems.append(finding)
             return first
         source, tensor = next(item for item in inputs if item[1].dtype.kind != "float")
         if any(dtype.kind == "packed" for dtype in dtypes):
@@ -260,50 +286,6 @@ def _measurements(
         width = input_width(tensor.name, tensor.shape)
         moments = ExpectedMoments(width, is_diagonal=width > recipe.reading.diagonal_above)
     return moments, ExpectedImportance(tensor.shape) if reads == "importance" else None
-
-
-# Parameter values for one tensor: values that all inputs share, and a mapping for each input.
-TensorValues: TypeAlias = tuple[Mapping[str, Any], tuple[Mapping[str, Any], ...]]
-
-
-class ValueTable:
-    """Values of the method's parameters in one recipe document."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._filters = _filtered_conditions(recipe)
-        # The keys use the identity of parts of the recipe. self._recipe keeps them alive, so an identity is
-        # never reused.
-        self._cache: dict[tuple[object, ...], TensorValues] = {}
-
-    def for_tensor(
-        self, spec: OutputSpec, inputs: Sequence[tuple[Source, AnyTensor]], *, has_base: bool, checked: bool
-    ) -> TensorValues:
-        """Return the parameter values for the tensor ``spec``. With ``checked``, the method checks them."""
-        tensor_names = (spec.name, *(tensor.name for _, tensor in inputs)) if self._filters else ()
-        matched = tuple(condition.matches(name) for condition in self._filters for name in tensor_names)
-        sources = tuple(id(source) for source, _ in inputs)
-        key = (id(spec.module), id(spec.cut), spec.t, sources, has_base, checked, matched)
-        if key in self._cache:
-            return self._cache[key]
-        wider = (spec.cut.parameters, spec.module.parameters, self._recipe.parameters)
-        shared: dict[str, Any] = {}
-        per_input: list[dict[str, Any]] = [{} for _ in inputs]
-        for parameter in self._recipe.method.parameters:
-            name = parameter.name
-            if parameter.scope == "shared":
-                shared[name] = _required(value_for(parameter, wider, spec.name, spec.t), name, spec, spec.name)
-                continue
-            for index, (source, tensor) in enumerate(inputs):
-                if parameter.scope == "non_base" and has_base and index == 0:
-                    continue
-                scopes: tuple[Parameters, ...] = (source.parameters, *wider)
-                value = value_for(parameter, scopes, tensor.name, spec.t)
-                per_input[index][name] = _required(value, name, spec, f"{source.model}: {tensor.name}")
-        values = self._cache[key] = shared, tuple(per_input)
-        if checked:
-            self._recipe.method.check(*values, f"{spec.cut.location}: {spec.name}")
-        return values
 
 
 def lost_filters(recipe: Recipe, jobs: Sequence[TensorJob]) -> Iterator[Finding]:

@@ -1,25 +1,34 @@
-"""Plan a mixture of experts: each output tensor is a tensor of one dense model, or a set of router rows.
+"""Plan a mixture of experts: choose its family, write its configuration, and list the job of each output tensor.
 
-Attention, norms, embeddings and head come from the base. Experts are the feed-forward layers of their models, to which
-the recipe can apply noise and a scale. A finding reports each tensor of a model that the mixture should use but cannot.
+Each output tensor is a tensor of one dense model, or a set of router rows. Attention, norms, embeddings and head come
+from the base. Experts are the feed-forward layers of their models, to which the recipe can apply noise and a scale. A
+finding reports each tensor of a model that the mixture should use but cannot.
+
+In all families (``mixtures.json``), the weights of the chosen experts sum to one. If all experts are equal, the mixture
+therefore computes the same as the dense model. A shared expert, which sees every token, adds to that sum, so all
+experts are then scaled down by default to preserve this property (``residual``). Sources: the modeling files of each
+family in transformers 5.23 and vLLM 0.32.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mergegate.merge_core.architecture import (
+    family_defaults,
     find_tensor,
     is_head,
     is_optional,
+    packaged_table,
     parse_layer_place,
     ties_embeddings,
     with_dtype,
 )
-from mergegate.merge_core.architecture.experts import OutputFamily, choose_output, constant_tensor, mixture_config
+from mergegate.merge_core.architecture.experts import constant_tensor
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, DType, promote
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.jobs import Input, OutputTensor, TensorJob, bulk_dtype
@@ -285,3 +294,184 @@ def _unused_tensor(reference: str, name: str, family: OutputFamily) -> Finding:
         expected="a family that has all tensors of the models",
         remedy="set architecture to a family that has this tensor, or use other models",
     )
+
+
+@dataclass(frozen=True)
+class OutputFamily:
+    """Family of mixtures of experts."""
+
+    # Name of the family. A recipe's ``architecture`` is a prefix of it.
+    name: str
+    model_type: str  # ``model_type`` of the family's configuration
+    architecture: str  # class name of the family's models
+    sources: tuple[str, ...]  # ``model_type`` of each dense family that computes attention in the same way
+    module: str  # name of the module that replaces the feed-forward network of a layer
+    projections: tuple[str, str, str]  # names of the gate, up and down projections in that module
+    carried: tuple[str, ...]  # tensors of a dense layer that are copied under the same name
+    # Keys for the number of experts, their width, and the width of the shared expert.
+    sizes: tuple[str, str | None, str | None]
+    shared: str = ""  # name of the shared expert, or an empty string for a family without one
+    shared_gate: bool = False  # whether the shared expert has its own gate
+    # Whether the query, key and value projections have biases. They are zero for a source without biases.
+    biased: bool = False
+    correction_bias: bool = False  # whether the router has a bias that affects only the choice of experts
+    # Default factor by which the down projections of all experts are multiplied. It is 1/2 if the outputs of the chosen
+    # experts and of the shared expert are added. Without prompts, the gate of a shared expert is half open: 2/3.
+    residual: float = 1.0
+    # Fixed settings of the family's configuration, other than sizes.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _read_family(entry: dict[str, Any]) -> OutputFamily:
+    content: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return OutputFamily(**content)
+
+
+# In order of preference.
+OUTPUT_FAMILIES = tuple(map(_read_family, packaged_table("mixtures.json")))
+_ALIASES = {"qwen2moe": "qwenmoe"}
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+# Sizes with a default in the dense families. The mixture families have other defaults.
+_USUAL_SIZES = ("max_position_embeddings", "num_key_value_heads", "head_dim", "sliding_window")
+_ROPE_THETA = 10000.0
+# Keys that have another meaning, or none, in the mixture.
+_DROPPED = (
+    "attention_bias", "head_dim", "layer_types", "max_window_layers", "mlp_bias", "pretraining_tp", "sliding_window",
+    "use_sliding_window",
+)  # fmt: skip
+
+
+def choose_output(architecture: str | None, source: str, *, shared: bool, prompts: bool, location: str) -> OutputFamily:
+    """Return the family of a mixture whose base has the ``model_type`` ``source``.
+
+    ``architecture`` is a prefix of the family's name. None selects the first suitable family. ``shared`` states whether
+    the mixture has a shared expert, and ``prompts`` whether the recipe has prompts for it, which require its own gate.
+
+    Raises:
+        InvalidInput: No family has this name, or none is suitable.
+    """
+    fitting = [
+        family
+        for family in OUTPUT_FAMILIES
+        if source in family.sources and bool(family.shared) == shared and (family.shared_gate or not prompts)
+    ]
+    base, parts = f"a base of type {source or 'unknown'}", f"{'with' if shared else 'without'} a shared expert"
+    remedy = "use models of one of these families"
+    if any(source in family.sources and bool(family.shared) != shared for family in OUTPUT_FAMILIES):
+        remedy = "remove shared_experts" if shared else "add one model under shared_experts"
+    if architecture is None:
+        if fitting:
+            return fitting[0]
+        expected = "; ".join(_describe(family) for family in OUTPUT_FAMILIES)
+        raise InvalidInput(location, found=f"{base} {parts}", expected=expected, remedy=remedy)
+    wanted_name = _plain(architecture).removesuffix("forcausallm")
+    wanted_name = _ALIASES.get(wanted_name, wanted_name)
+    matches = [family for family in OUTPUT_FAMILIES if wanted_name and _plain(family.name).startswith(wanted_name)]
+    if not matches:
+        raise InvalidInput(
+            f"{location}: architecture",
+            found=f"{architecture!r:.60}",
+            expected=f"a prefix of {', '.join(family.name for family in OUTPUT_FAMILIES)}",
+            remedy="use GLM-4 MoE, which computes the same from the same models and needs no custom code"
+            if _plain(architecture).startswith("deepseek")
+            else "remove the key to use the first suitable family",
+        )
+    if fitting_matches := [family for family in matches if family in fitting]:
+        return fitting_matches[0]
+    raise InvalidInput(
+        f"{location}: architecture",
+        found=f"{matches[0].name} for {base}, {parts}",
+        expected=_describe(matches[0]),
+        remedy=f"remove architecture: {fitting[0].name} is suitable" if fitting else remedy,
+    )
+
+
+def mixture_config(
+    base: Mapping[str, Any], family: OutputFamily, experts: int, per_token: int, location: str
+) -> dict[str, Any]:
+    """Return the configuration of a mixture of ``experts`` experts, ``per_token`` of which process each token.
+
+    Settings that ``base`` leaves to its family's defaults are written out, because the mixture's family has others.
+    """
+    kind = str(base.get("model_type", ""))
+    if base.get("auto_map"):
+        raise _misfit(location, "auto_map", "the model has custom code", "a model that transformers supports")
+    usual = family_defaults(kind)
+    assert usual is not None  # The families of OUTPUT_FAMILIES are known.
+    full: dict[str, Any] = {key: usual.values[key] for key in ("hidden_act", "rms_norm_eps")}
+    full |= {"tie_word_embeddings": False, "attention_dropout": 0.0, "initializer_range": 0.02}
+    full |= {key: usual.values[key] for key in _USUAL_SIZES if usual.values.get(key) is not None}
+    full |= {"bos_token_id": 1, "eos_token_id": 2} if kind in ("llama", "mistral") else {}
+    full |= {key: value for key, value in base.items() if value is not None}
+    full.setdefault("num_key_value_heads", full.get("num_attention_heads"))
+    for key in (*_SIZES, *(["head_dim"] if "head_dim" in full else [])):
+        if type(full.get(key)) is not int or full[key] < 1:
+            raise _misfit(location, key, f"{full.get(key)!r:.40}", "a whole number of at least 1")
+    heads = full["num_attention_heads"]
+    head_dim = full.get("head_dim", full["hidden_size"] // heads)
+    window = _window(base, kind, full, location)
+    if window is not None and family.model_type != "mixtral":
+        raise _misfit(location, "sliding_window", f"{window}", f"full attention: {family.name} has no sliding window")
+    if family.biased and head_dim * heads != full["hidden_size"]:
+        raise _misfit(
+            location,
+            "head_dim",
+            f"{head_dim}",
+            f"hidden_size / num_attention_heads, as servers of {family.name} require",
+        )
+    config: dict[str, Any] = {key: copy.deepcopy(value) for key, value in full.items() if key not in _DROPPED}
+    number, width, shared_width = family.sizes
+    config |= copy.deepcopy(dict(family.settings))
+    config |= {"model_type": family.model_type, "architectures": [family.architecture], "head_dim": head_dim}
+    config |= {number: experts, "num_experts_per_tok": per_token}
+    if family.model_type == "mixtral":
+        config["sliding_window"] = window
+    if family.model_type == "qwen3_moe":
+        config["attention_bias"] = bool(full.get("attention_bias", False))
+    for width_key in (width, shared_width):
+        if width_key is not None:
+            config[width_key] = full["intermediate_size"]
+    if not config.get("rope_parameters"):
+        config.setdefault("rope_theta", _ROPE_THETA)
+    if "partial_rotary_factor" in family.settings:  # Write rotary positions in the form of transformers 5.
+        rope, scaling = config.get("rope_parameters"), config.pop("rope_scaling", None)
+        if not (isinstance(rope, Mapping) and rope):
+            older = dict(scaling) if isinstance(scaling, Mapping) else {}
+            rope_type = older.pop("type", None) or "default"
+            rope = {"rope_theta": config.get("rope_theta", _ROPE_THETA), "rope_type": rope_type, **older}
+        config["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
+    return config
+
+
+def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], location: str) -> int | None:
+    """Return the attention window of all layers in tokens, or None for full attention."""
+    if kind in ("qwen2", "qwen3"):
+        kinds = base.get("layer_types")
+        has_windows = base.get("use_sliding_window") is True
+        if isinstance(kinds, list):
+            has_windows = any(layer != "full_attention" for layer in kinds)
+        if has_windows:
+            raise _misfit(location, "use_sliding_window", "true", "full attention in every layer")
+        return None
+    if kind != "mistral":
+        return None
+    # An explicit null takes precedence over the default.
+    window = base["sliding_window"] if "sliding_window" in base else full.get("sliding_window")
+    return window if type(window) is int and window < full["max_position_embeddings"] else None
+
+
+def _misfit(location: str, key: str, found: str, expected: str) -> InvalidInput:
+    return InvalidInput(
+        f"{location}: config.json: {key}", found=found, expected=expected, remedy="use other models for the mixture"
+    )
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _describe(family: OutputFamily) -> str:
+    return f"{family.name} from {', '.join(family.sources)} with {'one' if family.shared else 'no'} shared expert"

@@ -45,7 +45,7 @@ from mergegate.merge_core.architecture import (
 )
 from mergegate.merge_core.checkpoint import Checkpoint, ties_embeddings, with_tie
 from mergegate.merge_core.errors import Finding, InvalidInput, suggest
-from mergegate.merge_core.recipe import Module, Recipe, Slice, Source
+from mergegate.merge_core.recipe import Module, Recipe, Slice
 
 # mergekit's architecture tables call these parts by names that differ from the tensor names.
 _ALIASES = {
@@ -121,22 +121,6 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
 def is_sliced(module: Module) -> bool:
     """Return whether the module cuts layers (``slices``) instead of merging whole models."""
     return any(source.layers is not None for cut in module.slices for source in cut.sources)
-
-
-def sliced_module(recipe: Recipe, donor: Checkpoint) -> Module | None:
-    """Return the module whose slices decide the number of layers in the config, or None if no module has slices."""
-    for module, stack, _ in _split_modules(recipe, donor):
-        if not is_sliced(module):
-            continue
-        if stack is not None and stack != main_stack(donor, f"{recipe.location}: modules"):
-            raise InvalidInput(
-                f"{recipe.location}: modules.{module.name}.slices",
-                found=f"slices of {stack}",
-                expected="slices of the text layers only",
-                remedy="use 'models' for this part",
-            )
-        return module
-    return None
 
 
 def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str | None, list[str]]]:
@@ -248,16 +232,15 @@ def keeps_predictions(module: Module, stack: str, checkpoints: Mapping[str, Chec
         if any(source.layers is None or (source.layers[0] != number and start < end) for source in cut.sources):
             return False
         number += end - start
-    models = {str(source.model) for source in _sources(module)}
-    return all(main_depth(checkpoints[model], stack) == number for model in models)
+    return all(main_depth(checkpoints[model], stack) == number for model in _models(module))
 
 
 def _outer_spec(name: str, module: Module, cut: Slice) -> OutputSpec:
     return OutputSpec(name, module, cut, (name,) * len(cut.sources), 0.0)
 
 
-def _sources(module: Module) -> list[Source]:
-    return [source for cut in module.slices for source in cut.sources]
+def _models(module: Module) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(source.model) for cut in module.slices for source in cut.sources))
 
 
 def _position(index: int, count: int) -> float:
@@ -267,13 +250,27 @@ def _position(index: int, count: int) -> float:
 def config_of_slices(
     recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
 ) -> tuple[dict[str, Any], list[Finding]] | None:
-    """Return the config of a result with cut layers and findings about it, or None for a merge of whole models."""
-    module = sliced_module(recipe, donor)
+    """Return the config of a result with cut layers and findings about it, or None for a merge of whole models.
+
+    Raises:
+        InvalidInput: A part other than the main stack of layers is sliced. The config would not reflect its depth. Or a
+            layer does not exist, or its meaning would change or is unknown at its new position.
+    """
+    module, own_stack = next(
+        ((module, stack) for module, stack, _ in _split_modules(recipe, donor) if is_sliced(module)), (None, None)
+    )
     if module is None:
         return None
+    if own_stack is not None and own_stack != main_stack(donor, f"{recipe.location}: modules"):
+        raise InvalidInput(
+            f"{recipe.location}: modules.{module.name}.slices",
+            found=f"slices of {own_stack}",
+            expected="slices of the text layers only",
+            remedy="use 'models' for this part",
+        )
     location = f"{recipe.location}: slices"
     stack = main_stack(donor, location)
-    models = {str(source.model) for cut in module.slices for source in cut.sources}
+    models = _models(module)
     depths = {model: main_depth(checkpoints[model], stack) for model in models}
     layers: list[tuple[LayerOrigin, ...]] = []
     for cut in module.slices:
@@ -285,25 +282,22 @@ def config_of_slices(
                     found=f"end {end}",
                     expected=f"at most {depths[model]} layers",
                 )
-        _, start, end = ranges[0]
-        for index in range(end - start):
-            origins = (
-                LayerOrigin(model, checkpoints[model].config, first + index, depths[model])
-                for model, first, _ in ranges
-            )
-            layers.append(tuple(origins))
-    warnings = []
-    if not keeps_predictions(module, stack, checkpoints):
-        for model in dict.fromkeys(str(source.model) for cut in module.slices for source in cut.sources):
-            if predictions := sorted(prediction_tensors(checkpoints[model])):
-                finding = Finding(
-                    "warn",
-                    f"{model}: {predictions[0]}",
-                    found=f"the result does not get the layers for multi-token prediction ({len(predictions)} tensors)",
-                    expected="the preceding layers as they were trained",
-                    remedy="nothing to do; if a server should draft tokens with these layers, merge whole models",
-                )
-                warnings.append(finding)
+        for index in range(ranges[0][2] - ranges[0][1]):
+            origins = ((model, checkpoints[model].config, first + index, depths[model]) for model, first, _ in ranges)
+            layers.append(tuple(LayerOrigin(*origin) for origin in origins))
+    are_lost = not keeps_predictions(module, stack, checkpoints)
+    lost = {model: sorted(prediction_tensors(checkpoints[model])) if are_lost else [] for model in models}
+    warnings = [
+        Finding(
+            "warn",
+            f"{model}: {predictions[0]}",
+            found=f"the result does not get the layers for multi-token prediction ({len(predictions)} tensors)",
+            expected="the preceding layers as they were trained",
+            remedy="nothing to do; if a server should draft tokens with these layers, merge whole models",
+        )
+        for model, predictions in lost.items()
+        if predictions
+    ]
     config = stacked_config(donor.config, layers, location, dropped=bool(warnings))
     if not keeps_layer_positions(layers):
         for model in dict.fromkeys(origin.model for origins in layers for origin in origins):

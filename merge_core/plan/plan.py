@@ -36,10 +36,15 @@ from mergegate.merge_core.checkpoint.vocabulary import TokenizerDefinition
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.methods import PASSTHROUGH
 from mergegate.merge_core.plan.alignment import SPECIAL_KEYS, Alignment, align, follow_tokens
-from mergegate.merge_core.plan.companions import gather_companions, with_older_names, with_older_rope
+from mergegate.merge_core.plan.companions import (
+    gather_companions,
+    select_module_weights,
+    with_older_names,
+    with_older_rope,
+)
 from mergegate.merge_core.plan.consistency import differing_kinds, self_consistency, unused_tensors
-from mergegate.merge_core.plan.file_settings import GENERATION, serialize_config
-from mergegate.merge_core.plan.job_builder import JobBuilder, ValueTable, lost_filters, router_problems
+from mergegate.merge_core.plan.file_settings import GENERATION, is_module_weights, serialize_config
+from mergegate.merge_core.plan.job_builder import JobBuilder, lost_filters, router_problems
 from mergegate.merge_core.plan.jobs import (
     MergePlan,
     Shard,
@@ -50,7 +55,6 @@ from mergegate.merge_core.plan.jobs import (
     network_shards,
 )
 from mergegate.merge_core.plan.mixture import plan_mixture
-from mergegate.merge_core.plan.module_weights import is_module_weights, select_module_weights
 from mergegate.merge_core.plan.outline import OutputSpec, config_of_slices, outline, with_head
 from mergegate.merge_core.plan.tokenizers import with_turn_ends
 from mergegate.merge_core.recipe import Recipe, load_recipe
@@ -68,22 +72,19 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
         InvalidInput: The checkpoints cannot be merged as the recipe requires: different shapes, missing tensors or
             layers, quantized weights, or missing parameter values.
     """
-    plan, problems = assemble(recipe, checkpoints)
-    blocking = [problem for problem in problems if problem.severity == "block"]
-    if blocking:
-        raise blocking[0].error()
-    return with_findings(plan, checkpoints, problems)
+    plan, tables, problems = assemble(recipe, checkpoints)
+    for problem in problems:
+        if problem.severity == "block":
+            raise problem.error()
+    return with_findings(plan, tables, problems)
 
 
-def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], problems: Sequence[Finding]) -> MergePlan:
+def with_findings(plan: MergePlan, tables: Mapping[str, Checkpoint], problems: Sequence[Finding]) -> MergePlan:
     """Return ``plan`` with the warnings in ``problems`` and the inconsistencies of inputs and results as findings."""
-    tables = {**single_experts(checkpoints), **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
     findings = [problem for problem in problems if problem.severity == "warn"]
     for part in (*plan.steps, plan):
-        inconsistencies = [
-            *unused_tensors(part, tables, set()),
-            *self_consistency("the result", planned_checkpoint(part)),
-        ]
+        inconsistencies = [*unused_tensors(part, tables, set())]
+        inconsistencies += self_consistency("the result", planned_checkpoint(part))
         for ref in part.recipe.own_references():
             inconsistencies += self_consistency(str(ref), tables[str(ref)])
         findings += (finding for finding in inconsistencies if finding.severity != "info")
@@ -95,15 +96,24 @@ def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoin
     return {name: split_experts(checkpoint) for name, checkpoint in checkpoints.items()}
 
 
-def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[MergePlan, list[Finding]]:
-    """Return the plan, as complete as possible, and all problems with it."""
+def assemble(
+    recipe: Recipe, checkpoints: Mapping[str, Checkpoint]
+) -> tuple[MergePlan, dict[str, Checkpoint], list[Finding]]:
+    """Return the plan, as complete as possible, all inputs with single experts by reference, and all problems.
+
+    The inputs include the results of the recipe's steps.
+
+    Raises:
+        InvalidInput: The plan would be meaningless, because a reference has no checkpoint or a required parameter has
+            no value.
+    """
     tables, steps = single_experts(checkpoints), []
     problems: list[Finding] = []
     for step in recipe.steps:
         plan = _assemble_one(step, tables, problems)
         tables[str(step.name)] = planned_checkpoint(plan)
         steps.append(plan)
-    return replace(_assemble_one(recipe, tables, problems), steps=tuple(steps)), problems
+    return replace(_assemble_one(recipe, tables, problems), steps=tuple(steps)), tables, problems
 
 
 def planned_checkpoint(plan: MergePlan) -> Checkpoint:
@@ -167,7 +177,7 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         for ref in recipe.own_references():
             if ref != recipe.donor:
                 problems += differing_kinds(name, donor, str(ref), checkpoints[str(ref)])
-    builder = JobBuilder(recipe, donor, checkpoints, alignment, ValueTable(recipe), problems)
+    builder = JobBuilder(recipe, donor, checkpoints, alignment, problems)
     jobs = [job for spec in outline(recipe, donor, checkpoints) if (job := builder.build(spec)) is not None]
     if recipe.router_repair is not None:
         problems += router_problems(recipe, checkpoints)
@@ -175,16 +185,12 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     if not prediction_tensors(donor).intersection(job.output.name for job in jobs):
         config, declared = without_predictions(config), config
         if config != declared and not recipe.drop_prediction_layers:
-            problems.append(
-                Finding(
-                    "info",
-                    f"{name}: config.json",
-                    found="layers for multi-token prediction, but no stored tensor is one of them",
-                    expected="a count that agrees with the weights",
-                    remedy="nothing to do: the result's count is 0; set base_model to a model that has these layers to "
-                    "get them",
-                )
+            found = "layers for multi-token prediction, but no stored tensor is one of them"
+            expected = "a count that agrees with the weights"
+            remedy = (
+                "nothing to do: the result's count is 0; set base_model to a model that has these layers to get them"
             )
+            problems.append(Finding("info", f"{name}: config.json", found, expected, remedy))
     shards = lay_out([job.output for job in jobs], donor)
     if modules.tensors:
         (module,) = recipe.modules  # Only recipes of whole models merge the weights of modules.

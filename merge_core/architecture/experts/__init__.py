@@ -1,4 +1,4 @@
-"""Handle mixtures of experts: split fused experts, match experts across models, and build mixtures of dense models."""
+"""Handle mixtures of experts: split fused experts, match experts across models, and fit routers."""
 
 from mergegate.merge_core.architecture.experts.matching import (
     MatchedExperts,
@@ -8,7 +8,6 @@ from mergegate.merge_core.architecture.experts.matching import (
     match_experts,
     read_routers,
 )
-from mergegate.merge_core.architecture.experts.outputs import OutputFamily, choose_output, mixture_config
 from mergegate.merge_core.architecture.experts.pieces import (
     DiskTensor,
     constant_tensor,

@@ -242,18 +242,17 @@ def _match(
             if recipe.align_experts and moved:
                 orders[module_name] = order
             cosine, distance = samples.routers(module, other_module, orders.get(module_name, range(len(order))))
-            layers.append(
-                MatchedLayer(
-                    model=name,
-                    module=module_name,
-                    experts=len(order),
-                    diagonal=float(similarity.diagonal().mean()),
-                    best=float(similarity[numbering, order].mean()),
-                    moved=moved,
-                    routers=cosine,
-                    distance=distance,
-                )
+            layer = MatchedLayer(
+                model=name,
+                module=module_name,
+                experts=len(order),
+                diagonal=float(similarity.diagonal().mean()),
+                best=float(similarity[numbering, order].mean()),
+                moved=moved,
+                routers=cosine,
+                distance=distance,
             )
+            layers.append(layer)
     return layers, orders
 
 
@@ -300,19 +299,12 @@ def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
                 break
     modules = {}
     for module, numbered in experts.items():
-        count = len(numbered)
+        count, others = len(numbered), other_tensors[module]
         if sorted(numbered) != list(range(count)):
             continue
-        router = {
-            part: tensor
-            for part, tensor in other_tensors[module].items()
-            if _ROUTER.match(part) and tensor.shape[:1] == (count,)
-        }
-        unknown = tuple(
-            part
-            for part, tensor in other_tensors[module].items()
-            if part not in router and "shared" not in part and count in tensor.shape
-        )
+        router = {part: item for part, item in others.items() if _ROUTER.match(part) and item.shape[:1] == (count,)}
+        unshared = {part: item for part, item in others.items() if part not in router and "shared" not in part}
+        unknown = tuple(part for part, item in unshared.items() if count in item.shape)
         modules[module] = _Module(tuple(numbered[number] for number in range(count)), router, unknown)
     return modules
 

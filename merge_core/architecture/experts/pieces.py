@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.architecture import parse_layer_place
 from mergegate.merge_core.checkpoint import (
@@ -66,16 +66,8 @@ class ExpertNames:
     # Pairs of prefixes, in memory and on disk, of names inside a layer that differ between the two.
     renamed: tuple[tuple[str, str], ...] = ()
 
-    def on_disk(self, part: str) -> str:
-        """Return the name on disk for ``part``, a tensor name in memory without the prefix of its layer."""
-        for memory, disk in self.renamed:
-            if part.startswith(memory):
-                return disk + part.removeprefix(memory)
-        return part
 
-
-_PLAIN = ExpertNames()
-_NUMBERED = ExpertNames("w1", "w3", "w2")
+# Families that are not listed here use the default names.
 _BLOCK_SPARSE = ExpertNames("w1", "w3", "w2", (("mlp.", "block_sparse_moe."),))
 _GRANITE = ExpertNames(renamed=(("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),))
 _BY_MODEL_TYPE = {
@@ -83,7 +75,7 @@ _BY_MODEL_TYPE = {
     "minimax": _BLOCK_SPARSE,
     "minimax_m2": _BLOCK_SPARSE,
     "phimoe": ExpertNames("w1", "w3", "w2", (("mlp.router.", "block_sparse_moe.gate."), ("mlp.", "block_sparse_moe."))),
-    "lfm2_moe": _NUMBERED,
+    "lfm2_moe": ExpertNames("w1", "w3", "w2"),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": _GRANITE,
@@ -127,21 +119,10 @@ class DerivedPiece(DerivedTensor):
         return lambda first, into: elements(self.start + first, into)
 
 
-def expert_names(config: Mapping[str, Any]) -> ExpertNames:
-    """Return the names that the model family in ``config`` uses on disk for the tensors of its experts.
-
-    Families that this module does not list use ``gate_proj``, ``up_proj`` and ``down_proj``.
-    """
-    kinds = (part.get("model_type") for part in config_parts(config))
-    return next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), _PLAIN)
-
-
-Piece: TypeAlias = StoredPiece | DerivedPiece
-
-
 def split_experts(checkpoint: Checkpoint) -> Checkpoint:
     """Return ``checkpoint`` with each expert as a separate tensor. It stays unchanged if no experts are fused."""
-    names = expert_names(checkpoint.config)
+    kinds = (part.get("model_type") for part in config_parts(checkpoint.config))
+    names = next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), ExpertNames())
     candidates: dict[str, dict[str, AnyTensor]] = {}
     if any(len(tensor.shape) == 3 for tensor in checkpoint.tensors.values()):
         for name, tensor in checkpoint.tensors.items():
@@ -149,15 +130,14 @@ def split_experts(checkpoint: Checkpoint) -> Checkpoint:
                 module, part = module_and_part
                 candidates.setdefault(module, {})[part] = tensor
     # A module has fused experts if all its three-dimensional tensors have the same first dimension.
-    fused: dict[str, _Module] = {}
+    fused: dict[str, Mapping[str, AnyTensor]] = {}
     for module, parts in candidates.items():
         sizes = {tensor.shape[0] for tensor in parts.values() if len(tensor.shape) == 3}
         if len(sizes) == 1 and 0 < (experts := sizes.pop()) <= MOST_EXPERTS:
             # A tensor with one number per expert belongs to the router and has the same name in both layouts.
-            per_expert = {
+            fused[module] = {
                 part: item for part, item in parts.items() if len(item.shape) > 1 and item.shape[0] == experts
             }
-            fused[module] = _Module(per_expert, experts)
     if not fused and not names.renamed:
         return checkpoint
     size = next((part["hidden_size"] for part in config_parts(checkpoint.config) if "hidden_size" in part), None)
@@ -176,14 +156,6 @@ def disk_location(tensor: AnyTensor) -> DiskLocation | None:
     return tensor.location if isinstance(tensor, StoredPiece | DerivedPiece) else None
 
 
-@dataclass(frozen=True)
-class _Module:
-    """Fused tensors of one module by the last part of their names, and the number of experts in each."""
-
-    tensors: Mapping[str, AnyTensor]
-    experts: int
-
-
 def _split(name: str) -> tuple[str, str] | None:
     """Return the module and the part in the name of a possibly fused tensor, or None for other names."""
     if match := _FUSED.match(name):
@@ -194,34 +166,33 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def _pieces(
-    tensor: AnyTensor, fused_modules: Mapping[str, _Module], names: ExpertNames, hidden_size: int | None
+    tensor: AnyTensor, fused: Mapping[str, Mapping[str, AnyTensor]], names: ExpertNames, hidden_size: int | None
 ) -> Iterator[AnyTensor]:
-    split = _split(tensor.name)
-    module = fused_modules.get(split[0]) if split else None
-    if split is None or module is None or split[1] not in module.tensors or tensor.dtype.kind != "float":
+    module, part = _split(tensor.name) or ("", "")
+    if part not in fused.get(module, ()) or tensor.dtype.kind != "float":
         # Payloads of quantized models are not plain weights and stay as they are.
         name = _disk_layout_name(tensor.name, names)
         location = DiskLocation(tensor.name, (name,))
         yield tensor if name == tensor.name else _piece(tensor, name, tensor.shape, 0, location)
         return
-    parts = _parts(split[1], module, names, hidden_size)
-    prefix = _disk_layout_name(f"{split[0]}.experts.", names)
+    parts = _parts(part, fused[module], names, hidden_size)
+    prefix = _disk_layout_name(f"{module}.experts.", names)
     form = tuple(f"{prefix}*.{part}" for part in parts)
     shape = (tensor.shape[1] // len(parts), *tensor.shape[2:]) if len(parts) > 1 else tensor.shape[1:]
     location, size = DiskLocation(tensor.name, form), math.prod(shape)
-    for expert in range(module.experts):
+    for expert in range(tensor.shape[0]):
         for number, name in enumerate(form):
             start = (expert * len(form) + number) * size
             yield _piece(tensor, name.replace("*", str(expert)), shape, start, location)
 
 
-def _parts(part: str, module: _Module, names: ExpertNames, hidden_size: int | None) -> tuple[str, ...]:
+def _parts(part: str, tensors: Mapping[str, AnyTensor], names: ExpertNames, hidden_size: int | None) -> tuple[str, ...]:
     """Return the names of one expert's pieces in the fused tensor ``part``, in the order of their bytes."""
-    up, down = module.tensors.get("gate_up_proj"), module.tensors.get("down_proj")
+    up, down = tensors.get("gate_up_proj"), tensors.get("down_proj")
     if up is not None and down is not None and _sizes(up) == (2 * _sizes(down)[1], _sizes(down)[0]):
         projections = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}
         return tuple(f"{projection}.weight" for projection in projections.get(part, ())) or (part,)
-    up = module.tensors.get("up_proj")
+    up = tensors.get("up_proj")
     if part not in ("up_proj", "down_proj") or up is None or down is None:
         return (part,)
     # Without a gate, both layouts have the same shapes. The position of the hidden size determines the layout.
@@ -234,17 +205,18 @@ def _sizes(tensor: AnyTensor) -> tuple[int, int]:
     return (tensor.shape[1], tensor.shape[2]) if len(tensor.shape) == 3 else (0, 0)
 
 
-def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, location: DiskLocation) -> Piece:
+def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, location: DiskLocation) -> AnyTensor:
     if isinstance(tensor, DerivedTensor):
         return DerivedPiece(name, tensor.dtype, shape, location, tensor, start)
     return StoredPiece(name, tensor.file, tensor.dtype, shape, tensor.offset + start * tensor.dtype.size, location)
 
 
 def _disk_layout_name(name: str, names: ExpertNames) -> str:
-    position = parse_layer_place(name)
-    if position is None or not names.renamed:
-        return name
-    return f"{position.stack}.{position.index}.{names.on_disk(position.part)}"
+    place = parse_layer_place(name)
+    for memory, disk in names.renamed if place is not None else ():
+        if place is not None and place.part.startswith(memory):
+            return f"{place.stack}.{place.index}.{disk}{place.part.removeprefix(memory)}"
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from samples import sampled, sampled_rows
 
 from mergegate.merge_core import load_recipe, merge_weights, plan_merge
-from mergegate.merge_core.architecture.experts import OutputFamily, choose_output
-from mergegate.merge_core.architecture.experts.outputs import OUTPUT_FAMILIES
 from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.plan.mixture import OUTPUT_FAMILIES, OutputFamily, choose_output
 
 SIZES: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
