@@ -25,7 +25,7 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.parsing import flow_yaml
 from mergegate.tasks.checkpoints import TellProgress, accept_plain_content
 from mergegate.tasks.evaluation.backends.answer_ends import require_visible
-from mergegate.tasks.evaluation.backends.picture_reader import encode_prompts, load_processor
+from mergegate.tasks.evaluation.backends.picture_processor import encode_prompts, load_processor
 from mergegate.tasks.evaluation.document_scores import BUDGET_FACTOR
 from mergegate.tasks.evaluation.lm_eval_tasks import quiet, text_of, user_errors
 from mergegate.tasks.evaluation.pictures import PicturePrompt, as_picture_prompt, split_at_placeholders

@@ -21,7 +21,7 @@ from mergegate.merge_core.files import JournalLocation
 from mergegate.tasks import evaluation
 from mergegate.tasks.checkpoints import TellProgress, load_model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends.picture_reader import load_processor
+from mergegate.tasks.evaluation.backends.picture_processor import load_processor
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.pictures import hash_picture, split_at_placeholders
