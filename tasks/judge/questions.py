@@ -41,30 +41,6 @@ DAMAGES: tuple[Damage, ...] = ("shuffled", "truncated")
 _FEW_WORDS = 8  # below this, letters are damaged instead of words
 _FEW_LETTERS = 4  # shorter answers are not damaged: a part of them may be as good
 
-
-def control_count(pairs: int, share: float) -> int:
-    return max(MIN_CONTROLS, math.ceil(share * pairs))
-
-
-def damaged_copy(answer: str, damage: Damage) -> str | None:
-    """Return a copy of an answer that any judge should find worse, or None if the answer is too short or uniform.
-
-    A long answer has its words shuffled, or ends after a third of them. A short one has its letters shuffled, or ends
-    after half of them. The same answer always has the same copy.
-    """
-    units: Sequence[str] = answer.split()
-    joint, kept = " ", 3
-    if len(units) < _FEW_WORDS:
-        units, joint, kept = "".join(answer.split()), "", 2
-        if len(units) < _FEW_LETTERS:
-            return None
-    if damage == "truncated":
-        return joint.join(units[: len(units) // kept])
-    shuffled = list(units)
-    random.Random(hashlib.sha256(answer.encode()).digest()).shuffle(shuffled)
-    return joint.join(shuffled) if shuffled != list(units) else None
-
-
 Choice = Literal["A", "B", "tie"]
 CHOICES: tuple[Choice, ...] = ("A", "B", "tie")
 
@@ -286,6 +262,29 @@ def both_orders(
         JudgeQuestion(prompt, turn, order, *sides, control)
         for order, sides in zip(ORDERS, ((reference, merge), (merge, reference)), strict=True)
     )
+
+
+def control_count(pairs: int, share: float) -> int:
+    return max(MIN_CONTROLS, math.ceil(share * pairs))
+
+
+def damaged_copy(answer: str, damage: Damage) -> str | None:
+    """Return a copy of an answer that any judge should find worse, or None if the answer is too short or uniform.
+
+    A long answer has its words shuffled, or ends after a third of them. A short one has its letters shuffled, or ends
+    after half of them. The same answer always has the same copy.
+    """
+    units: Sequence[str] = answer.split()
+    joint, kept = " ", 3
+    if len(units) < _FEW_WORDS:
+        units, joint, kept = "".join(answer.split()), "", 2
+        if len(units) < _FEW_LETTERS:
+            return None
+    if damage == "truncated":
+        return joint.join(units[: len(units) // kept])
+    shuffled = list(units)
+    random.Random(hashlib.sha256(answer.encode()).digest()).shuffle(shuffled)
+    return joint.join(shuffled) if shuffled != list(units) else None
 
 
 def control_questions(

@@ -118,10 +118,10 @@ def compile_server(server: ServerVersion) -> None:
         compile_imports(server.python, imports, last, child_environment() | _QUIET)
 
 
-def launch(settings: ServeSettings, server: ServerVersion, served: Checkpoint | ServedAdapter) -> Launch:
+def launch(settings: ServeSettings, server: ServerVersion, source: Checkpoint | ServedAdapter) -> Launch:
     """Return the command line and environment of a server for a checkpoint, or for an adapter as LoRA."""
-    lora = served if isinstance(served, ServedAdapter) else None
-    checkpoint = served.base if isinstance(served, ServedAdapter) else served
+    lora = source if isinstance(source, ServedAdapter) else None
+    checkpoint = source.base if isinstance(source, ServedAdapter) else source
     models = (checkpoint, lora and lora.adapter)
     environment = child_environment() | _QUIET
     model = str(checkpoint.directory)
@@ -144,7 +144,7 @@ def launch(settings: ServeSettings, server: ServerVersion, served: Checkpoint | 
     options = {
         "--host": "127.0.0.1",
         "--port": "{port}",
-        "--served-model-name": "{name}",
+        "--source-model-name": "{name}",
         "--dtype": serving_dtype(settings, checkpoint),
         "--max-model-len": str(context_length(settings, checkpoint)),
         "--tensor-parallel-size": str(settings.tensor_parallel_size),

@@ -158,11 +158,14 @@ def _smoke(
     log = out / LOG
     setup = SmokeSetup(server, runtime.device, log)
 
-    def show(done: int, step: str) -> None:
-        advance(done, STEPS, "steps")
-
     try:
-        return smoke_checkpoint(model, settings, setup, adapted_model=adapted_model, on_progress=show)
+        return smoke_checkpoint(
+            model,
+            settings,
+            setup,
+            adapted_model=adapted_model,
+            on_progress=lambda done, step: advance(done, STEPS, "steps"),
+        )
     except MachineFailed as error:
         if not log.exists():
             raise
@@ -211,9 +214,9 @@ def smoke_checkpoint(
         if reference is None:
             on_progress(1, "computing the reference with transformers")
             reference = _reference(model, checkpoint, settings, setup.device, longest)
-        served = _Served(checkpoint, lora if isinstance(lora, ServedAdapter) else None, reference, longest)
+        served_subject = _Served(checkpoint, lora if isinstance(lora, ServedAdapter) else None, reference, longest)
         try:
-            answers, measured = _serve(served, settings, setup, on_progress)
+            answers, measured = _serve(served_subject, settings, setup, on_progress)
         except _LoraUnsupported as error:
             lora = f"vLLM does not support LoRA for {error}"
             continue
@@ -343,7 +346,7 @@ class _Served(NamedTuple):
 
 
 def _serve(
-    served: _Served, settings: ServeSettings, setup: SmokeSetup, on_progress: OnStep
+    served_subject: _Served, settings: ServeSettings, setup: SmokeSetup, on_progress: OnStep
 ) -> tuple[list[Check], ServingCost]:
     """Start the server, check its answers, and return the checks and the cost.
 
@@ -351,10 +354,10 @@ def _serve(
         _LoraUnsupported: The server does not support LoRA for this architecture.
         MachineFailed: The server cannot run on this machine.
     """
-    label, log, lora = setup.server.label, setup.log, served.lora
+    label, log, lora = setup.server.label, setup.log, served_subject.lora
     on_progress(2, f"waiting for {label}")
     compile_server(setup.server)
-    server = ServerProcess(launch(settings, setup.server, lora or served.checkpoint), log, settings)
+    server = ServerProcess(launch(settings, setup.server, lora or served_subject.checkpoint), log, settings)
     probe: ServerProbe | None = None
     checks, last = list[Check](), list[Check]()
     expected = f"an answer within {settings.startup_timeout:g} s"
@@ -366,10 +369,10 @@ def _serve(
                 JsonClient(server.url, settings.request_timeout),
                 server.model,
                 settings,
-                served.reference,
-                served.longest,
+                served_subject.reference,
+                served_subject.longest,
                 base=base_name(server.model) if lora else None,
-                reads_pictures="pictures" in kind_of(served.checkpoint).task_forms,
+                reads_pictures="pictures" in kind_of(served_subject.checkpoint).task_forms,
             )
             probe = ServerProbe(subject, on_progress)
             probe.run(server)

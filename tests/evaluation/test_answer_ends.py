@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, hf, vllm
+from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, hf_models, vllm
 from mergegate.tasks.evaluation.backends.answer_ends import answer_end
 from mergegate.tasks.evaluation.backends.server import _ends_in
 from mergegate.tasks.evaluation.definitions.task import EvalTask
@@ -120,7 +120,7 @@ def test_the_journal_gives_back_how_answers_ended(
     job = scoring_job(writer(A, B, C), generation_task(tmp_path, n=6, max_gen_toks=6))
     job = replace(job, journal=JournalLocation(tmp_path / "journal", "key"))
     first = score_documents(job, quiet)
-    monkeypatch.setattr(hf, "answer_end", lambda *_: pytest.fail("an answer was generated again"))
+    monkeypatch.setattr(hf_models, "answer_end", lambda *_: pytest.fail("an answer was generated again"))
     assert score_documents(job, quiet) == first
     assert first[0].ended == ("length",)
 

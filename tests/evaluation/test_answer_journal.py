@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.evaluation.backends.hf import shared_prefix_type
+from mergegate.tasks.evaluation.backends.hf_models import SharedPrefixLM
 from mergegate.tasks.evaluation.backends.shared_prefix import SharedRow
 from mergegate.tasks.evaluation.scoring import harness
 from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
@@ -44,7 +44,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     how = {"backend": "causal", "batch_size": 1, "max_length": 48}
-    return shared_prefix_type()(pretrained=network, tokenizer=tokenizer, **how)
+    return SharedPrefixLM(pretrained=network, tokenizer=tokenizer, **how)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_killed_part_resumes_from_its_journal(tmp_path: Path, monkeypatch: pyt
     """Through the harness, outcomes are equal, no batch runs twice, and progress includes the recorded answers."""
     model = make_model(tmp_path / "model", dtype=torch.bfloat16)
     job = scoring_job(model, pin(write_choices(tmp_path / "tasks")), batch_size=2)
-    kind, seen, limit = shared_prefix_type(), list[Any](), -1
+    kind, seen, limit = SharedPrefixLM, list[Any](), -1
     compute = kind.answer_row
 
     def watched(self: Any, row: SharedRow, requests: Any) -> Any:

@@ -17,8 +17,8 @@ from lm_eval.models.huggingface import HFLM
 from samples import sampled, sampled_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mergegate.tasks.evaluation.backends import hf, shared_prefix
-from mergegate.tasks.evaluation.backends.hf import RequestTokens, max_shared_length, shared_prefix_type
+from mergegate.tasks.evaluation.backends import hf_models, shared_prefix
+from mergegate.tasks.evaluation.backends.hf_models import RequestTokens, SharedPrefixLM, max_shared_length
 from mergegate.tasks.evaluation.backends.shared_prefix import cache_prompts, common_start, shared_beginning, token_rows
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -73,7 +73,7 @@ def opened(kind: type[Any], network: Any, **otherwise: Any) -> Any:
 
 def likelihoods(network: Any, requests: list[RequestTokens]) -> tuple[list[tuple[float, bool]], ...]:
     """Return the answers of mergegate's model and of lm-eval's."""
-    models = (opened(shared_prefix_type(), network), opened(HFLM, network))
+    models = (opened(SharedPrefixLM, network), opened(HFLM, network))
     return tuple(model._loglikelihood_tokens(requests, disable_tqdm=True) for model in models)
 
 
@@ -94,7 +94,7 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
         for weight in network.parameters():
             weight.mul_(3 if weight.dim() > 1 else 1)
     found, whole = likelihoods(network, drawn(1, 40))
-    assert opened(shared_prefix_type(), network)._shares_exactly is may_share
+    assert opened(SharedPrefixLM, network)._shares_exactly is may_share
     bound = 1e-4 if dtype is torch.float32 else 0.1
     assert max(abs(one[0] - other[0]) for one, other in zip(found, whole, strict=True)) < bound
     if dtype is torch.float32:
@@ -118,7 +118,7 @@ def test_of_two_equal_logits_only_the_first_is_the_argmax() -> None:
 
 def test_a_shared_prefix_is_computed_once() -> None:
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]())
-    lm = opened(shared_prefix_type(), network)
+    lm = opened(SharedPrefixLM, network)
     assert lm._shares_exactly
     read = 0
 
@@ -165,7 +165,7 @@ def test_generated_answers_equal_lm_evals(family: str) -> None:
     theirs = opened(HFLM, network).generate_until(asked, disable_tqdm=True)
     assert len(set(theirs)) > 6  # the test needs different answers
     begun: list[int] = []
-    ours = opened(shared_prefix_type(), network)
+    ours = opened(SharedPrefixLM, network)
     assert ours._writes_exactly is FAMILIES[family][1]
 
     def record_prefixes(_: Any, __: Any, named: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def test_generated_answers_equal_lm_evals_for_all_settings(
     told, together = ASKED[how]
     asked = prompts(3, 11, **told)
     answers = []
-    for kind in (HFLM, shared_prefix_type()):
+    for kind in (HFLM, SharedPrefixLM):
         torch.manual_seed(5)
         answers.append(opened(kind, network, batch_size=together).generate_until(asked, disable_tqdm=True))
     assert answers[0] == answers[1]
@@ -260,9 +260,9 @@ def test_the_length_limit_for_sharing_follows_the_configuration(config: dict[str
 @pytest.mark.story
 def test_finished_answers_generate_no_further_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer("llama")
-    monkeypatch.setattr(hf, "_STEP", 4)
+    monkeypatch.setattr(hf_models, "_STEP", 4)
     asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
-    theirs, ours = opened(HFLM, network), opened(shared_prefix_type(), network)
+    theirs, ours = opened(HFLM, network), opened(SharedPrefixLM, network)
     assert ours._writes_exactly
     steps: list[int] = []
 

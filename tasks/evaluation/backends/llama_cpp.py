@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.backends.contract import Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.hf import RequestTokens, shared_prefix_type
 from mergegate.tasks.llama_cpp import AnswerChoice, LlamaCpp, load_gguf, runs_in_llama_cpp
 
 if TYPE_CHECKING:
     import torch
 
     from mergegate.tasks.checkpoints import LoadedModel, Model
+    from mergegate.tasks.evaluation.backends.hf_models import RequestTokens
 
 # Number of tokens between two checks for stop strings.
 _STEP = 32
@@ -33,9 +33,9 @@ _CHOICES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 @cache
 def gguf_type() -> type[Any]:
     """Return the class ``GgufLM``, defining it on the first call so that lm-eval is imported only on demand."""
-    from lm_eval.models import huggingface
+    from mergegate.tasks.evaluation.backends.hf_models import SharedPrefixLM, huggingface
 
-    class GgufLM(shared_prefix_type()):  # type: ignore[misc]  # the class is created at run time
+    class GgufLM(SharedPrefixLM):  # type: ignore[misc]  # the class is created at run time
         """lm-eval's ``LM`` for a ``GgufNetwork``."""
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:

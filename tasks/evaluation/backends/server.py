@@ -20,6 +20,7 @@ from mergegate.tasks.evaluation.backends.answer_ends import (
     require_visible,
 )
 from mergegate.tasks.evaluation.backends.contract import Backend, BackendScoring
+from mergegate.tasks.http import JsonClient, Unreachable
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
@@ -211,35 +212,31 @@ def _require_prompt_scores(client: Any, model: Model, endpoint: ModelEndpoint, u
     A server without this feature returns meaningless numbers. Every model would then score at chance level, and every
     merge would seem as good as its parents.
     """
-    import requests
-
     prompt: list[int] = client.tok_encode("The quick brown fox jumps over the lazy dog.")
     location = f"evaluate.server: {url} for {model.name}"
     try:
-        answer = requests.post(
-            url, json=client._create_payload([prompt], generate=False), headers=client.header, timeout=client.timeout
-        )
-    except requests.RequestException as error:
+        with JsonClient(url, client.timeout, client.api_key) as server:
+            answer = server.request("", client._create_payload([prompt], generate=False))
+    except Unreachable as error:
         raise InvalidInput(
             location,
-            found=f"the server cannot be reached: {type(error).__name__}",
+            found=f"the server cannot be reached: {error}",
             expected="a running server",
             remedy="start it, or correct evaluate.server.url",
         ) from None
     if not answer.ok:
-        text = " ".join(answer.text.split())[:200]
         raise InvalidInput(
             location,
-            found=f"status {answer.status_code}: {text}",
+            found=f"status {answer.status}: {answer.message}",
             expected=f"completions of the model {endpoint.model!r}",
             remedy=f"set its name on the server in evaluate.server.models: {{{model.name}: …}}",
         )
     problem = ""
     try:
-        logprobs = answer.json()["choices"][0]["logprobs"]
+        logprobs = answer.body["choices"][0]["logprobs"]
         values: Sequence[float | None] = logprobs["token_logprobs"]
         tops = logprobs["top_logprobs"]
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (KeyError, IndexError, TypeError):
         problem = "a response without log-probabilities"
     else:
         if len(values) != len(prompt) + 1 or tops is None or len(tops) != len(values):

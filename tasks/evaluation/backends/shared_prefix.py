@@ -24,14 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
-    from numpy.typing import NDArray
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import Cache, DynamicLayer
 
 # A row may grow to this multiple of a sequence's length if most of its tokens are shared with the previous sequence.
 _LONGER = 3
@@ -73,8 +71,6 @@ def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[Shar
 
 def row_inputs(network: Any, row: SharedRow, start: int = 0) -> dict[str, torch.Tensor | None]:
     """Return a row as inputs of a transformers network, after ``start`` cached tokens that the whole row attends to."""
-    import torch
-
     mask = None  # for a single sequence, for which networks are fastest
     if len(row.sequences) > 1:
         sees = torch.from_numpy(np.pad(row.sees, ((0, 0), (start, 0)), constant_values=True)).to(network.device)
@@ -140,8 +136,6 @@ def cache_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_to
     The cache has ``length - 1`` tokens, with zeros at padded positions. For ``tokens`` and ``mask``, see
     ``common_start``. A row has at most ``row_tokens`` tokens, unless a single prompt is longer.
     """
-    import torch
-
     prompts = _without_padding(tokens, mask)
     start = common_start(tokens, mask)
     cache = growing_cache()
@@ -180,54 +174,46 @@ def _without_padding(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]
     return [row[is_token.bool()].tolist() for row, is_token in zip(tokens, mask, strict=True)]
 
 
-def growing_cache() -> Any:
-    """Return an empty transformers cache with spare room, for layers that keep the keys and values of all tokens."""
-    from transformers.cache_utils import Cache
-
-    return Cache(layer_class_to_replicate=_growing_layer_type())
+def growing_cache() -> Cache:
+    """Return an empty cache with spare room, for layers that keep the keys and values of all tokens."""
+    return Cache(layer_class_to_replicate=GrowingLayer)
 
 
-@cache
-def _growing_layer_type() -> type[Any]:
-    from transformers.cache_utils import DynamicLayer
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """Cache layer whose ``keys`` and ``values``, ``[batch, heads, length, size]``, are views of longer tensors."""
 
-    class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-        """Cache layer whose ``keys`` and ``values``, ``[batch, heads, length, size]``, are views of longer tensors."""
+    keys: torch.Tensor
+    values: torch.Tensor
 
-        keys: torch.Tensor
-        values: torch.Tensor
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate empty keys and values that have the shape of these states except for their length."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._memory = [_longer(states[:, :, :0], 0) for states in (key_states, value_states)]
+        self._show(0)
+        self.is_initialized = True
 
-        def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-            """Allocate empty keys and values that have the shape of these states except for their length."""
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self._memory = [_longer(states[:, :, :0], 0) for states in (key_states, value_states)]
-            self._show(0)
-            self.is_initialized = True
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the keys and values of new tokens, and return those of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.keys.shape[-2]  # transformers removes tokens by shortening the views
+        end = begin + key_states.shape[-2]
+        if end > self._memory[0].shape[-2]:
+            self._memory = [_longer(memory[:, :, :begin], end) for memory in self._memory]
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            memory[:, :, begin:end] = states
+        self._show(end)
+        return self.keys, self.values
 
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Append the keys and values of new tokens, and return those of all tokens."""
-            if not self.is_initialized:
-                self.lazy_initialization(key_states, value_states)
-            begin = self.keys.shape[-2]  # transformers removes tokens by shortening the views
-            end = begin + key_states.shape[-2]
-            if end > self._memory[0].shape[-2]:
-                self._memory = [_longer(memory[:, :, :begin], end) for memory in self._memory]
-            for memory, states in zip(self._memory, (key_states, value_states), strict=True):
-                memory[:, :, begin:end] = states
-            self._show(end)
-            return self.keys, self.values
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Remove all sequences except those at ``indices``."""
+        self._memory = [memory[indices] for memory in self._memory]
+        self._show(self.keys.shape[-2])
 
-        def batch_select_indices(self, indices: torch.Tensor) -> None:
-            """Remove all sequences except those at ``indices``."""
-            self._memory = [memory[indices] for memory in self._memory]
-            self._show(self.keys.shape[-2])
-
-        def _show(self, length: int) -> None:
-            self.keys, self.values = (memory[:, :, :length] for memory in self._memory)
-
-    return GrowingLayer
+    def _show(self, length: int) -> None:
+        self.keys, self.values = (memory[:, :, :length] for memory in self._memory)
 
 
 def _longer(states: torch.Tensor, length: int) -> torch.Tensor:
