@@ -34,7 +34,7 @@ from mergegate.merge_core.parsing import flow_yaml
 from mergegate.tasks.checkpoints import LoadedModel, TellProgress, accept_plain_content
 from mergegate.tasks.evaluation.backends.answer_ends import require_visible
 from mergegate.tasks.evaluation.backends.hf import BACKEND, wrap_model
-from mergegate.tasks.evaluation.backends.picture_reader import encode_prompts, load_processor
+from mergegate.tasks.evaluation.backends.picture_processor import encode_prompts, load_processor
 from mergegate.tasks.evaluation.backends.pictures import (
     PicturePrompt,
     as_picture_prompt,
