@@ -20,9 +20,8 @@ from samples import sampled
 from tiny_models import make_model
 
 from mergegate.merge_core.checkpoint import read_header
-from mergegate.tasks.checkpoints.pin import PinnedAdapter
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.pin import PinnedCheckpoint
+from mergegate.tasks.checkpoints.pin import PinnedAdapter, PinnedCheckpoint
 from mergegate.tasks.merge import WeightComparison, compare_with_parents, describe_changes, find_copied_parent
 from mergegate.tasks.merge.weight_comparison import compare_tables
 
