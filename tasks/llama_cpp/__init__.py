@@ -14,7 +14,6 @@ from mergegate.tasks.llama_cpp.client import (
     LlamaCpp,
     close_gguf,
     environment_error,
-    file_type,
     find_python,
     load_gguf,
     measure_importance,

@@ -173,18 +173,6 @@ def find_python(python: Path | None = None) -> Path:
     return interpreter
 
 
-def file_type(name: str, location: str = "types") -> int:
-    """Return the number of a file type of llama.cpp. Raises InvalidInput, with a suggestion, if there is none."""
-    if name not in FILE_TYPES:
-        raise InvalidInput(
-            f"{location}: {name}",
-            found="not a quantization type of llama.cpp",
-            expected=f"one of {', '.join(FILE_TYPES)}",
-            remedy=suggest(name, FILE_TYPES),
-        )
-    return FILE_TYPES[name]
-
-
 class LlamaCpp:
     """A GGUF file that a process has opened. Created by ``open_gguf``."""
 
@@ -264,10 +252,16 @@ def quantize(
     ``file_type_name`` is a name in ``FILE_TYPES``. ``imatrix`` has the importance of each weight: an ``.npz`` file with
     a float32 vector for each tensor name.
     """
-    number = file_type(file_type_name)
+    if file_type_name not in FILE_TYPES:
+        raise InvalidInput(
+            f"types: {file_type_name}",
+            found="not a quantization type of llama.cpp",
+            expected=f"one of {', '.join(FILE_TYPES)}",
+            remedy=suggest(file_type_name, FILE_TYPES),
+        )
     with _Process((source, *([imatrix] if imatrix else [])), python, write=destination.parent) as process:
         files = {"source": str(source), "destination": str(destination), "imatrix": imatrix and str(imatrix)}
-        process.call("quantize", **files, ftype=number)
+        process.call("quantize", **files, ftype=FILE_TYPES[file_type_name])
 
 
 def measure_importance(

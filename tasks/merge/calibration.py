@@ -106,6 +106,10 @@ class MeasurablePart(Protocol):
         """Memory for the part's sums, in bytes."""
 
 
+class PassIsObserved(Exception):
+    """Signal that everything needed from a forward pass was observed, so the rest of the network can be skipped."""
+
+
 class RunSums(Protocol):
     """Sums over all windows for the parts of one run. Inside the context, the network adds to them."""
 

@@ -24,6 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mergegate.merge_core.architecture.experts import RouterScore
+from mergegate.tasks.merge.calibration import PassIsObserved
 
 _LINEAR = torch.nn.functional.linear.__name__  # multiplies by the transposed matrix, [out, in]
 _BY_COLUMNS = frozenset({"matmul", "mm", "__matmul__", "bmm"})  # [in, out]
@@ -105,10 +106,6 @@ _PRODUCTS = frozenset({_LINEAR, "matmul", "mm", "__matmul__"})
 _SCORES: Mapping[str, RouterScore] = {"softmax": "softmax", "sigmoid": "sigmoid"}
 
 
-class StatesAreRead(Exception):
-    """Signal that the states and the score function are known, so the rest of the network can be skipped."""
-
-
 class RouterProducts(TorchFunctionMode):
     """Context manager that stores the states that a forward pass multiplies by the matrix of a router.
 
@@ -147,10 +144,10 @@ class RouterProducts(TorchFunctionMode):
                 self.states = args[0].detach().reshape(-1, self._shape[1])
                 if self.score is not None:
                     self._is_inside = False
-                    raise StatesAreRead
+                    raise PassIsObserved
         elif self.states is not None and self.score is None and function in _SCORES:
             logits = args[0] if args else (kwargs or {}).get("input")
             if isinstance(logits, torch.Tensor) and logits.shape[-1] in self._score_widths:
                 self.score, self._is_inside = _SCORES[function], False
-                raise StatesAreRead
+                raise PassIsObserved
         return func(*args, **(kwargs or {}))

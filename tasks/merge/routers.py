@@ -31,7 +31,13 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JOURNAL, JournalLocation, open_journal, sha256_file
 from mergegate.merge_core.recipe import CalibrationReading, RouterRepair
 from mergegate.tasks.checkpoints import LoadedModel, Model, PinnedCheckpoint, PinnedRecipe, TellProgress, load_model
-from mergegate.tasks.merge.calibration import CalibrationJob, ReadWindow, run_in_model_process, split_into_windows
+from mergegate.tasks.merge.calibration import (
+    CalibrationJob,
+    PassIsObserved,
+    ReadWindow,
+    run_in_model_process,
+    split_into_windows,
+)
 from mergegate.tasks.perplexity import HeldOutText, read_documents_verbatim
 from mergegate.tasks.stage import Runtime, StageValue, stage
 from mergegate.tasks.store import NotInKey
@@ -285,7 +291,7 @@ def _read_states(
     """Return the states that enter ``router`` on a parent's text, with that parent's router, and its score function."""
     import torch
 
-    from mergegate.tasks.merge.products import RouterProducts, StatesAreRead
+    from mergegate.tasks.merge.products import RouterProducts
 
     network, location = loaded_model.network, f"{model.name}: {router.stored[0].name}"
     rows: list[torch.Tensor] = []
@@ -294,7 +300,7 @@ def _read_states(
         for window in windows:
             products.states = None
             ids = torch.tensor([window.tokens], device=network.device)
-            with torch.inference_mode(), products, suppress(StatesAreRead):
+            with torch.inference_mode(), products, suppress(PassIsObserved):
                 network(input_ids=ids, use_cache=False)
             if products.states is None or len(products.states) != len(window.tokens) or products.score is None:
                 raise InvalidInput(

@@ -50,6 +50,7 @@ from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_m
 from mergegate.tasks.merge.calibration import (
     CalibrationJob,
     CalibrationWindows,
+    PassIsObserved,
     ReadWindow,
     measure_in_runs,
     require_numbers,
@@ -251,10 +252,6 @@ class _Layer:
         return sum(8 * (width**2 if width <= self.limit else width) for width in widths)
 
 
-class _RunIsMeasured(Exception):
-    """Signal that the last layer of the run has its input, so the rest of the network can be skipped."""
-
-
 class _InputSums:
     """Sums of ``x x'`` over the inputs of all parts of a run. Use it as a context manager.
 
@@ -313,7 +310,7 @@ class _InputSums:
         self._overlap = len(window.tokens) - window.new_count
         self._new_positions = slice(self._overlap, None)
         ids = torch.tensor([window.tokens], device=self._network.device)
-        with torch.inference_mode(), suppress(_RunIsMeasured):
+        with torch.inference_mode(), suppress(PassIsObserved):
             self._network(input_ids=ids, use_cache=False)
 
     def means(self, positions: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -360,7 +357,7 @@ class _InputSums:
     def _end_module(self, name: str) -> None:
         self._pending.discard(name)
         if not self._pending:
-            raise _RunIsMeasured
+            raise PassIsObserved
 
 
 def _layers(loaded_model: LoadedModel, names: StoredNames, limit: int) -> tuple[list[_Layer], dict[str, Any]]:

@@ -369,12 +369,12 @@ def check_values(variant: Checkpoint, merge: Checkpoint, scheme: Scheme, *, cali
     return [*checks, _check("other tensors", "the bytes of the merge", other_problem, others)]
 
 
-def _check(name: str, expected: str, problem: tuple[str, str] | None, seen: str) -> Check:
+def _check(name: str, expected: str, problem: tuple[str, str] | None, observation: str) -> Check:
     """Return the failed check of ``problem``, a location and the observation there, or the passed check."""
     if problem is None:
-        return Check.passed_check(name, seen, expected)
-    location, seen = problem
-    return Check.failed_check(name, seen, expected, _AGAIN, location)
+        return Check.passed_check(name, observation, expected)
+    location, observation = problem
+    return Check.failed_check(name, observation, expected, _AGAIN, location)
 
 
 def _row_problem(weights: Floats, values: Floats, step: Floats, *, calibrated: bool) -> tuple[int, str] | None:

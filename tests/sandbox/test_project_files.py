@@ -126,7 +126,7 @@ def convert(root: Path) -> None:
 
 
 def load_gguf(root: Path) -> None:
-    client._Process((root / "models" / "base" / "model.safetensors",), Path(sys.executable), None, None)
+    client._Process((root / "models" / "base" / "model.safetensors",), Path(sys.executable))
 
 
 def run_generated_program(root: Path) -> None:
