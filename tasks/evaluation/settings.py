@@ -329,9 +329,9 @@ def resolve_prompt_settings(task_settings: PromptSettings | None, scoring: Scori
     )
 
 
-def fewshot_count(own: int | None, requested: int | None) -> int | None:
+def fewshot_count(task_count: int | None, profile_count: int | None) -> int | None:
     """Return the number of few-shot examples. As on lm-eval's command line, a 0 that the task itself sets stays."""
-    return own if requested is None or own == 0 else requested
+    return task_count if profile_count is None or task_count == 0 else profile_count
 
 
 def check_thinking(task: str, task_settings: PromptSettings | None, scoring: Scoring) -> None:

@@ -78,10 +78,10 @@ def measure(
         InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
     """
     texts, duplicates = read_distinct(documents, windows.documents)
-    # GGUF variants are evaluated in llama.cpp, all other models in transformers.
-    is_gguf = runs_in_llama_cpp(model)
-    with (
-        load_gguf(model) if is_gguf else load_model(model, dtype=windows.dtype, device=device) as loaded,
+    with (  # GGUF variants are evaluated in llama.cpp, all other models in transformers
+        load_gguf(model)
+        if runs_in_llama_cpp(model)
+        else load_model(model, dtype=windows.dtype, device=device) as loaded,
         open_journal(location) as journal,
     ):
         reading = divide_documents(loaded, model, texts, windows)
