@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -263,7 +264,7 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
         try:
             parts = []
             for number, (data, sha256) in enumerate(self._hashed_parts(file, part_size), 1):
-                part = {"PartNumber": number, "ChecksumSHA256": sha256}
+                part: dict[str, Any] = {"PartNumber": number, "ChecksumSHA256": sha256}
                 answer = self.location.ask("upload_part", **upload, **part, Body=data, ChecksumAlgorithm="SHA256")
                 parts.append({**part, "ETag": answer["ETag"]})
                 report(len(data))
@@ -312,6 +313,6 @@ def read_pointer(location: S3Location) -> tuple[Pointer, str] | None:
         ) from None
 
 
-def _checksum(digest: bytes) -> dict[str, str]:
+def _checksum(digest: bytes) -> dict[str, Any]:
     """Return request options with which the store compares the body with a sha256 digest."""
     return {"ChecksumAlgorithm": "SHA256", "ChecksumSHA256": encoded_sha256(digest)}
