@@ -23,9 +23,8 @@ from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
 from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release
-from mergegate.tasks.publish.targets import s3 as aliases
+from mergegate.tasks.publish.targets import s3 as publication
 from mergegate.tasks.publish.targets import s3_access as access
-from mergegate.tasks.publish.targets import s3_publication as publication
 from mergegate.tasks.store import merkle
 
 URL = f"s3://{BUCKET}/acme/demo"
@@ -285,7 +284,7 @@ def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
         bucket.proxy.begin()
         assert target().resolve_alias(Path(), contract.ALIAS) == version
     seen: list[str] = []
-    read = aliases.read_alias
+    read = publication.read_alias
 
     def overtaken(place: access.S3Location, name: str) -> object:
         """Read the alias and, the first time, move it as another client would before our write."""
@@ -297,7 +296,7 @@ def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
         seen.append(found[0].version)
         return found
 
-    monkeypatch.setattr(aliases, "read_alias", overtaken)
+    monkeypatch.setattr(publication, "read_alias", overtaken)
     target().set_alias(Path(), "v2", contract.ALIAS)
     assert seen == ["v1", "theirs", "v2"]
     bucket.write(f"acme/demo/{contract.ALIAS}.json", b"{}")

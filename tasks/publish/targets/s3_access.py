@@ -126,7 +126,7 @@ class S3Location:
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int, datetime]]:
         """Yield name, size and modification time of every object whose name starts with ``prefix``."""
-        continuation: dict[str, str] = {}
+        continuation: dict[str, Any] = {}
         while True:
             page = self.ask("list_objects_v2", Prefix=self.key(prefix), **continuation)
             for item in page.get("Contents", ()):
