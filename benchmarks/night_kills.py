@@ -32,7 +32,7 @@ from typing import NamedTuple
 from night_site import LOOK_EVERY_S, Kind, NightSite
 
 STATE = ("store", "runs", "reports")
-_SOON = "import mergegate.flows.prefect_api.notifications as rules; rules.START_LIMIT_S = 60; "
+_SOON = "import mergegate.flows.prefect_api.automations as rules; rules.START_LIMIT_S = 60; "
 _TURNS = ("flow", "models", "worker")
 _MACHINE_EACH = 10  # turns between two kills of everything; each of those takes up to two minutes of silence
 # States that a killed run may end in: the flow's own if it survived, or Prefect's for a dead run. If the process of the

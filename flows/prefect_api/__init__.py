@@ -17,7 +17,7 @@ from mergegate.flows.prefect_api.approval import (
     request_decision,
     require_decision,
 )
-from mergegate.flows.prefect_api.automations import sync_rules
+from mergegate.flows.prefect_api.automations import desired_rules, sync_rules
 from mergegate.flows.prefect_api.deployments import (
     POOL,
     TAG,
@@ -27,7 +27,6 @@ from mergegate.flows.prefect_api.deployments import (
     sync_deployments,
 )
 from mergegate.flows.prefect_api.embedded_api import configure, configured_url, local_api, require_writable
-from mergegate.flows.prefect_api.notifications import desired_rules
 from mergegate.flows.prefect_api.runs import find_replacement_run, follow_run, site_client
 from mergegate.flows.prefect_api.schedules import SCHEDULES_FILE, Schedules, load_schedules
 from mergegate.flows.prefect_api.server import rearm_rules, serve_prefect

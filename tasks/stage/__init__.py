@@ -9,7 +9,9 @@ from mergegate.tasks.stage.input_guard import LostArtifact, PinnedInput, on_inpu
 from mergegate.tasks.stage.limits import Limits, TimeSpan, apply_limits, memory_of_child, memory_of_mapping_child
 from mergegate.tasks.stage.progress import (
     DeferredProgress,
+    Pace,
     ProgressLog,
+    Pulse,
     RecordedProgress,
     RelayedProgress,
     StageEnd,
@@ -27,7 +29,6 @@ from mergegate.tasks.stage.progress import (
     running_stage,
 )
 from mergegate.tasks.stage.project import home, log_shared_store_savings, nearest_directory
-from mergegate.tasks.stage.pulse import Pace, Pulse
 from mergegate.tasks.stage.stages import StageValue, separate_store, stage, step, store, value_stage
 from mergegate.tasks.stage.usage import created_bytes, keep_quota, record_run, record_stage, runs_directory, store_quota
 from mergegate.tasks.stage.verdict import (

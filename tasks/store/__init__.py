@@ -14,8 +14,18 @@ from mergegate.tasks.store.inspection import (
     leftover_finding,
     mend_state,
 )
-from mergegate.tasks.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key, without_unkeyed
-from mergegate.tasks.store.manifest import MANIFEST, ContentMismatch, receive_directory
+from mergegate.tasks.store.manifest import (
+    MANIFEST,
+    ContentMismatch,
+    NotInKey,
+    canonical,
+    digest,
+    family_prefix,
+    merkle,
+    receive_directory,
+    stage_key,
+    without_unkeyed,
+)
 from mergegate.tasks.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
 from mergegate.tasks.store.runs import OpenRun, forget_runs, open_run, read_runs, record_created, record_use
 from mergegate.tasks.store.shared import SharedStore, require_shared

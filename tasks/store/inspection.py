@@ -35,8 +35,7 @@ from mergegate.merge_core.files import (
     sqlite_fault,
     try_open_locked,
 )
-from mergegate.tasks.store.keys import digest
-from mergegate.tasks.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
+from mergegate.tasks.store.manifest import MANIFEST, ArtifactManifest, ValueRecord, digest
 from mergegate.tasks.store.shared import OUTBOX
 from mergegate.tasks.store.store import LOCKS, TRASH
 

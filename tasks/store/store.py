@@ -42,8 +42,7 @@ from mergegate.merge_core.files import (
     write_state,
 )
 from mergegate.merge_core.wording import detail
-from mergegate.tasks.store.keys import digest
-from mergegate.tasks.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
+from mergegate.tasks.store.manifest import MANIFEST, ArtifactManifest, ValueRecord, digest
 from mergegate.tasks.store.shared import SharedStore
 
 log = logging.getLogger(__name__)

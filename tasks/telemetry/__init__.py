@@ -6,13 +6,13 @@ run. The client of MLflow's REST API serves its model registry, too.
 
 from mergegate.tasks.telemetry.json_log import json_log
 from mergegate.tasks.telemetry.metrics import export_metrics
-from mergegate.tasks.telemetry.mlflow import (
+from mergegate.tasks.telemetry.trackers import (
     MlflowClient,
     MlflowError,
+    export_to_trackers,
     member,
     metric_entries,
     mlflow_key,
     param_entries,
     tag_entries,
 )
-from mergegate.tasks.telemetry.trackers import export_to_trackers

@@ -26,7 +26,7 @@ from mergegate.tasks.evaluation.scoring import harness
 from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.evaluation.scoring.harness import score_documents
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.store.keys import digest
+from mergegate.tasks.store.manifest import digest
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve
 from mergegate.tasks.evaluation.values import DocumentSplits
 from mergegate.tasks.gate.references import pin_tasks
 from mergegate.tasks.gate.settings import EvaluateSettings, Guard
-from mergegate.tasks.store.keys import digest
+from mergegate.tasks.store.manifest import digest
 from mergegate.tasks.sweep.trial_pool import SweepEvidence
 
 TEMPLATE = (

@@ -333,7 +333,7 @@ def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any],
 
 
 def test_absent_settings_do_not_change_a_key() -> None:
-    from mergegate.tasks.store.keys import canonical
+    from mergegate.tasks.store.manifest import canonical
 
     names = {"enable_thinking", "think_end_token", "chat_template_args"}
     assert not names & canonical(Scoring()).keys()

@@ -31,7 +31,7 @@ from mergegate.tasks.preflight import Evidence, power_forecast
 from mergegate.tasks.report import gate_notes
 from mergegate.tasks.runners import RunnerSettings, open_runner
 from mergegate.tasks.stage.environment import Runtime
-from mergegate.tasks.store.keys import digest
+from mergegate.tasks.store.manifest import digest
 from mergegate.tasks.store.store import Artifact
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")

@@ -16,7 +16,7 @@ from demo_project import PROFILES
 from prefect.settings import get_current_settings
 
 from mergegate.flows import prefect_api
-from mergegate.flows.prefect_api.notifications import StateChange
+from mergegate.flows.prefect_api.automations import StateChange
 from mergegate.flows.prefect_api.schedules import OCCASIONS, load_schedules, parse_schedules
 from mergegate.flows.prefect_api.site import Site, own_settings
 from mergegate.merge_core.errors import InvalidInput

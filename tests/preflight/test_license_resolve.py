@@ -19,7 +19,7 @@ from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, line
 from mergegate.tasks.preflight.licenses.rules import Unread
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import LicenseSettings
-from mergegate.tasks.store.keys import stage_key
+from mergegate.tasks.store.manifest import stage_key
 
 TABLE = load_table()
 

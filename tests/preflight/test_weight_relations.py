@@ -20,7 +20,7 @@ from mergegate.tasks.preflight.licenses import weight_relations as fingerprints
 from mergegate.tasks.preflight.licenses.check import Declared, check_licenses, compare_weights, read_licenses
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import LicenseSettings
-from mergegate.tasks.store.keys import stage_key
+from mergegate.tasks.store.manifest import stage_key
 
 TABLE = load_table()
 Weights = Mapping[str, NDArray[np.float32]]

@@ -15,7 +15,7 @@ from mergegate.tasks.preflight.licenses.check import Declared, LicenseVerdict, c
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, hub_ancestors
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import LicenseSettings
-from mergegate.tasks.store.keys import stage_key
+from mergegate.tasks.store.manifest import stage_key
 
 TABLE = load_table()
 TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "preflight" / "licenses" / "texts"

@@ -26,7 +26,7 @@ from mergegate.tasks.report.stage import write_report
 from mergegate.tasks.report.tables import as_markdown, final_table, task_rows
 from mergegate.tasks.report.wording import MINUS, TIMES
 from mergegate.tasks.stage import StageEnd
-from mergegate.tasks.store.keys import stage_key
+from mergegate.tasks.store.manifest import stage_key
 
 SAMPLES = {
     **{make.__name__: make for make in (samples.released, samples.refused, samples.inconclusive, samples.large)},

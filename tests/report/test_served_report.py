@@ -24,7 +24,7 @@ from mergegate.tasks.report.tables import as_markdown, costs, variant_rows, vari
 from mergegate.tasks.report.wording import MINUS, NONE, TIMES, recommended_action
 from mergegate.tasks.serve import Check
 from mergegate.tasks.serve.verdict import ServingCost
-from mergegate.tasks.store.keys import stage_key
+from mergegate.tasks.store.manifest import stage_key
 
 LOST = "reversing lost 3.8 points against merge, and not by chance (at least 1.6); max_drop is 3"
 

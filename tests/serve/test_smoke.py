@@ -24,7 +24,7 @@ from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.stage import STEPS, SmokeSetup, serve, serve_models, smoke_checkpoint
 from mergegate.tasks.serve.verdict import MachineFailed, ServeVerdict, ServingCost, WronglyConfigured, today
 from mergegate.tasks.stage.environment import Runtime
-from mergegate.tasks.store.keys import digest
+from mergegate.tasks.store.manifest import digest
 
 torch.set_num_threads(1)
 

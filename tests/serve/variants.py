@@ -17,7 +17,7 @@ from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, w
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.tasks.checkpoints import Model, PinnedAdapter, PinnedCheckpoint
 from mergegate.tasks.serve.launch import PYTHON
-from mergegate.tasks.store.keys import digest
+from mergegate.tasks.store.manifest import digest
 
 PROJECT = Path(__file__).resolve().parents[2]
 DEMO = PROJECT / "profiles" / "demo"

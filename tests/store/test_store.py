@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from patience import HANG_S
 from pydantic import BaseModel
 
-from mergegate.tasks.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
+from mergegate.tasks.store.manifest import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 from mergegate.tasks.store.store import MANIFEST, BuildCallbacks, Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
