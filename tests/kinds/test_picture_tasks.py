@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from mergegate.tasks.evaluation.backends.picture_reader import load_processor
+from mergegate.tasks.evaluation.backends.picture_processor import load_processor
 from PIL import Image
 from scoring_runs import mean_of, model_in, pin, quiet, scoring_job, write_task
 from tiny_kinds import PICTURE_SIZE, write

@@ -20,7 +20,7 @@ from samples import sampled_rows
 from mergegate.merge_core import merge_methods, open_checkpoint
 from mergegate.merge_core.analysis import measure_interference
 from mergegate.merge_core.checkpoint import BY_CODE, EXPONENTS
-from mergegate.merge_core.engine import finite
+from mergegate.merge_core.engine import health
 from mergegate.merge_core.errors import InvalidInput
 
 EMBEDDINGS, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -139,7 +139,7 @@ def test_the_count_is_that_of_isfinite(chosen: str, values: list[float], padding
     tensor = torch.tensor(values + [1.0] * padding).to(getattr(torch, chosen))
     stored = tensor.view(torch.uint8).numpy()
     expected = int((~torch.isfinite(tensor)).sum()), bool((tensor != 0).any())
-    assert finite.inspect_numbers(stored, STORED[chosen], fused=fused) == expected
+    assert health.inspect_numbers(stored, STORED[chosen], fused=fused) == expected
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -148,9 +148,9 @@ def test_every_sixteen_bit_number_is_classified_correctly(chosen: str, fused: bo
     every = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     tensor = torch.from_numpy(every.copy()).view(getattr(torch, chosen))
     expected = int((~torch.isfinite(tensor)).sum())
-    assert finite.count_non_finite(every, STORED[chosen], fused=fused) == expected
+    assert health.count_non_finite(every, STORED[chosen], fused=fused) == expected
     ones = np.full(1 << 16, 0xFFFF, np.uint16).view(np.uint8)  # One more NaN than a 16-bit counter can hold.
-    assert finite.count_non_finite(ones, STORED[chosen], fused=fused) == 1 << 16
+    assert health.count_non_finite(ones, STORED[chosen], fused=fused) == 1 << 16
 
 
 def test_all_mergeable_formats_are_checked() -> None:

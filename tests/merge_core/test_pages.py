@@ -13,7 +13,7 @@ from family import merge_text, recipe_of
 from samples import sampled
 
 from mergegate.merge_core import merge_methods
-from mergegate.merge_core.engine import blocks, pages, writer
+from mergegate.merge_core.engine import blocks, input_files, writer
 from mergegate.merge_core.system import UNCACHED_ALIGN, cached_bytes, forget_cached
 
 PART = 16384
@@ -86,7 +86,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
         monkeypatch.setattr(blocks, name, function)
     changes = {"forget_cached": seen.forget, "cached_bytes": seen.cached, "PART_BYTES": PART}
     for name, value in {**changes, "_MIN_INPUT_BYTES": 0, "_FAST_DISK": 0.0}.items():
-        monkeypatch.setattr(pages, name, value)
+        monkeypatch.setattr(input_files, name, value)
     return seen
 
 
@@ -135,7 +135,7 @@ def test_shared_pages_are_released_after_their_last_use(
     family: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PART", 512)
-    monkeypatch.setattr(pages, "PART_BYTES", 512)
+    monkeypatch.setattr(input_files, "PART_BYTES", 512)
     merge_text(text, family, threads=2)
     each_went_once_after_its_last_read(watched)
 
@@ -151,8 +151,8 @@ def test_pages_that_were_cached_before_stay_cached(wide: Path, watched: Watched)
 def test_large_tensors_are_released_between_passes_and_read_again(
     wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_NEXT_PASS_SHARE", 0)
-    monkeypatch.setattr(pages, "forget_cached", lambda fd, *_: watched.gone.append((watched.name(fd), 0)))
+    monkeypatch.setattr(input_files, "_NEXT_PASS_SHARE", 0)
+    monkeypatch.setattr(input_files, "forget_cached", lambda fd, *_: watched.gone.append((watched.name(fd), 0)))
     whole = merge_text(recipe_of("linear"), wide, "whole", block_elements=16384)
     once = len(watched.gone)
     watched.reads.clear()
@@ -164,18 +164,18 @@ def test_large_tensors_are_released_between_passes_and_read_again(
 def test_a_small_merge_or_a_slow_disk_keeps_all_pages_cached(
     wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_FAST_DISK", math.inf)
+    monkeypatch.setattr(input_files, "_FAST_DISK", math.inf)
     merge_text(recipe_of("ties"), wide, "slow")
-    monkeypatch.setattr(pages, "_FAST_DISK", 0.0)
-    monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 1 << 30)
+    monkeypatch.setattr(input_files, "_FAST_DISK", 0.0)
+    monkeypatch.setattr(input_files, "_MIN_INPUT_BYTES", 1 << 30)
     merge_text(recipe_of("ties"), wide, "small")
     assert watched.gone == []
 
 
 def test_the_system_releases_the_pages(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This uses the real page cache, if the file system evicts pages at all."""
-    monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 0)
-    monkeypatch.setattr(pages, "_FAST_DISK", 0)
+    monkeypatch.setattr(input_files, "_MIN_INPUT_BYTES", 0)
+    monkeypatch.setattr(input_files, "_FAST_DISK", 0)
     files = {name: wide / name / "model.safetensors" for name in ("base", "a", "b", "c")}
 
     def cached(path: Path, *, evict: bool = False) -> int:
