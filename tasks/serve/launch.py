@@ -144,7 +144,7 @@ def launch(settings: ServeSettings, server: ServerVersion, source: Checkpoint | 
     options = {
         "--host": "127.0.0.1",
         "--port": "{port}",
-        "--source-model-name": "{name}",
+        "--served-model-name": "{name}",
         "--dtype": serving_dtype(settings, checkpoint),
         "--max-model-len": str(context_length(settings, checkpoint)),
         "--tensor-parallel-size": str(settings.tensor_parallel_size),

@@ -294,7 +294,7 @@ class SharedPrefixLM(HFLM):  # type: ignore[misc]  # lm-eval's base classes are 
         return _are_close(written, torch.stack(alone), written.dtype)
 
 
-class EncoderDecoderLM(SharedPrefixLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
+class EncoderDecoderLM(SharedPrefixLM):
     """An ``HFLM`` for networks whose encoder reads the prompt and whose decoder writes the answer.
 
     The decoder also rates answer choices, as with lm-eval's ``backend="seq2seq"``. Three properties of lm-eval's code
@@ -411,7 +411,7 @@ class EncoderDecoderLM(SharedPrefixLM):  # type: ignore[misc]  # lm-eval's base 
         return end._replace(reason="length" if longest == budget else "context") if is_cut_off else end
 
 
-class PictureReaderLM(SharedPrefixLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
+class PictureReaderLM(SharedPrefixLM):
     """An ``LM`` that also reads ``PicturePrompt`` objects. Its creator sets ``open_processor``.
 
     lm-eval's ``hf-multimodal`` answers such requests, too, but it cuts long prompts in the middle of a picture, reports

@@ -35,7 +35,7 @@ def gguf_type() -> type[Any]:
     """Return the class ``GgufLM``, defining it on the first call so that lm-eval is imported only on demand."""
     from mergegate.tasks.evaluation.backends.hf_models import SharedPrefixLM, huggingface
 
-    class GgufLM(SharedPrefixLM):  # type: ignore[misc]  # the class is created at run time
+    class GgufLM(SharedPrefixLM):
         """lm-eval's ``LM`` for a ``GgufNetwork``."""
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
