@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -230,22 +230,22 @@ def compare_fingerprints(
         return (None,) * len(known_models)
     matches = [_match(model, other, distinct) for other in known_models]
     # Relative squared distance of each matrix to its match in each known model; infinite without a match.
-    distances = np.array([match.distances for match in matches]).reshape(len(known_models), len(distinct))
+    distances = np.array([distance for _, distance in matches]).reshape(len(known_models), len(distinct))
     rounded = np.maximum(distances, _ROUNDING**2)
     relations: list[Relation | None] = []
-    for index, (other, match) in enumerate(zip(known_models, matches, strict=True)):
-        related = np.isfinite(match.distances)
+    for index, (other, (partners, squares)) in enumerate(zip(known_models, matches, strict=True)):
+        related = np.isfinite(squares)
         count, share = int(related.sum()), float(related.mean())
         if share < LEAST_SHARE or (count < _COUNT and share < 0.5):
             relations.append(None)
             continue
         rows = np.array(distinct)[related]
-        distance = float(np.sqrt(match.distances[related].mean()))
-        equal = float((match.distances[related] <= _ROUNDING**2).mean())
+        distance = float(np.sqrt(squares[related].mean()))
+        equal = float((squares[related] <= _ROUNDING**2).mean())
         has_layers = model.layers > 0 and other.layers > 0
         offsets = {
             two - one
-            for row, partner in zip(rows, match.partners[related], strict=True)
+            for row, partner in zip(rows, partners[related], strict=True)
             if has_layers and first_similar.count(row) == 1
             if (one := model.layer_numbers[row]) is not None and (two := other.layer_numbers[partner]) is not None
         }
@@ -262,22 +262,18 @@ def compare_fingerprints(
     return tuple(relations)
 
 
-class _Match(NamedTuple):
-    """For each distinct matrix of a model, its partner in another model and the relative squared distance."""
-
-    partners: NDArray[np.intp]
-    distances: NDArray[np.float64]
-
-
-def _match(model: Fingerprint, known_model: Fingerprint, rows: list[int]) -> _Match:
+def _match(
+    model: Fingerprint, known_model: Fingerprint, rows: list[int]
+) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """Return the partner of each of ``rows`` in another model, and the relative squared distance from it."""
     if not known_model.names:
-        return _Match(np.zeros(len(rows), np.intp), np.full(len(rows), np.inf))
+        return np.zeros(len(rows), np.intp), np.full(len(rows), np.inf)
     correlations = _correlations(model, rows, known_model)
     partners = correlations.argmax(1)
     best = correlations[np.arange(len(rows)), partners]
     first, second = model.values[rows].astype(float), known_model.values[partners].astype(float)
     distances = ((first - second) ** 2).sum(1) / (second**2).sum(1)
-    return _Match(partners, np.where(best >= _RELATED, distances, np.inf))
+    return partners, np.where(best >= _RELATED, distances, np.inf)
 
 
 def _first_similar(model: Fingerprint) -> list[int]:
