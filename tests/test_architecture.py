@@ -287,14 +287,13 @@ _READERS = {
         "tasks.store.shared tasks.telemetry.metrics tasks.variants.quantize_child"
     ),
     "files that are installed with mergegate or a library": (
-        "merge_core.architecture.conversions merge_core.architecture.families merge_core.architecture.model_kinds "
+        "merge_core.architecture.conversions merge_core.architecture.families "
         "merge_core.methods.kernel_cache tasks.evaluation.definitions.tree tasks.preflight.licenses.table "
         "tasks.report.page"
     ),
     "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
     "weights or release files, which were opened or hashed as plain files before": (
-        "tasks.publish.content tasks.publish.public_names "
-        "tasks.publish.targets.oci tasks.publish.targets.s3_publication tasks.serve.static_checks"
+        "tasks.publish.content tasks.publish.public_names tasks.publish.targets.s3_access tasks.serve.static_checks"
     ),
     "the standard streams of this process": "flows.cli.streams",
     "the mark of a partial directory, whose size is checked first": "merge_core.files.new_directory",

@@ -285,10 +285,10 @@ def _first_similar(model: Fingerprint) -> list[int]:
     return [int(row) for row in (correlations >= _SIMILAR).argmax(1)]
 
 
-def _correlations(model: Fingerprint, rows: list[int], other: Fingerprint) -> NDArray[np.float32]:
+def _correlations(model: Fingerprint, rows: list[int], target: Fingerprint) -> NDArray[np.float32]:
     """Return the correlation of each row with each matrix of another model; 0 for another number of columns."""
-    correlations = model.directions[rows] @ other.directions.T
-    correlations[np.not_equal.outer(np.array(model.columns)[rows], np.array(other.columns))] = 0
+    correlations = model.directions[rows] @ target.directions.T
+    correlations[np.not_equal.outer(np.array(model.columns)[rows], np.array(target.columns))] = 0
     return correlations
 
 

@@ -383,7 +383,7 @@ def _tally(elements: int, vectors: int, origin: float, gram: NDArray[Any], count
     )
 
 
-def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[TensorJob]:
+def _jobs(models: Sequence[Checkpoint], skipped_tensors: dict[str, list[str]]) -> list[TensorJob]:
     """Return one job for each tensor that all models have in the same shape, in the order of the origin's files."""
     jobs = []
     for name, first in models[0].tensors.items():
@@ -396,7 +396,7 @@ def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[T
         elif any(tensor.shape != first.shape for tensor in tensors):
             reason = "of another shape in some model"
         if reason:
-            skipped.setdefault(reason, []).append(name)
+            skipped_tensors.setdefault(reason, []).append(name)
         elif first.numel:
             inputs = tuple(Input(str(index), tensor) for index, tensor in enumerate(tensors))
             output = OutputTensor(name, first.dtype, first.shape)

@@ -173,11 +173,11 @@ class JobBuilder:
             method.check(*values, f"{spec.cut.location}: {spec.name}")
         return values
 
-    def _refuse(self, where: str, *, found: str, expected: str, remedy: str, cause: str = "") -> None:
-        self.problems.append(Finding("block", where, found, expected, remedy, cause))
+    def _refuse(self, location: str, *, found: str, expected: str, remedy: str, cause: str = "") -> None:
+        self.problems.append(Finding("block", location, found, expected, remedy, cause))
 
-    def _report_lacking(self, name: str, headless: Sequence[str], dropped: Sequence[str], model: str) -> None:
-        lacking = (headless or dropped)[0]
+    def _report_lacking(self, name: str, headless: Sequence[str], dropped_by: Sequence[str], model: str) -> None:
+        lacking = (headless or dropped_by)[0]
         if headless:
             found, expected = "the class of this model has a different head, or none", "one class for all models"
             subject, cause = "the tensor", f"{lacking}: head"

@@ -130,7 +130,7 @@ class JudgedPairs:
         new_judgments: dict[str, list[Judgment]] = {}
         for pair in pairs:
             if pair.answers.reference == pair.answers.merge:
-                self._append({"pair": pair.ledger_fields, "tie": True, "judged": now(), **pair.measured})
+                self._append({"pair": pair.ledger_fields, "tie": True, "judged": now(), **pair.measured_facts})
                 on_judged(pair, self._pairs[pair.answers.id], ())
         finished = {judgment.key for orders in self._judgments.values() for judgment in orders.values()}
         seen = {pair.id for pair in self._pairs.values() if pair.consistent is not None}
@@ -153,7 +153,7 @@ class JudgedPairs:
                 control = {"pair": pair.ledger_fields, "control": judgment.control, "said": vote, "judged": now()}
                 self._append(control)
                 continue
-            self._append({"pair": pair.ledger_fields, "said": vote, "judged": now(), **pair.measured})
+            self._append({"pair": pair.ledger_fields, "said": vote, "judged": now(), **pair.measured_facts})
             new_judgments.setdefault(judgment.prompt, []).append(judgment)
             if judgment.prompt in self._pairs:
                 on_judged(pair, self._pairs[judgment.prompt], new_judgments[judgment.prompt])

@@ -228,7 +228,7 @@ class SampledPair(NamedTuple):
         return self.answers.id, self.session, self.at
 
     @property
-    def measured(self) -> dict[str, Any]:
+    def measured_facts(self) -> dict[str, Any]:
         """Facts about the parent's and the candidate's answer, which the ledger stores.
 
         They are the lengths in characters, and whether the token limit cut off the answers.

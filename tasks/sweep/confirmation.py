@@ -280,7 +280,7 @@ def confirm_soup(
     # The rule ``uniform`` chooses all models, so only the lead of the soup is tested.
     is_greedy = soup.rule == "greedy"
     winner = chain[0] if is_greedy else chain[-1]
-    for position, number in zip(soup.chosen[1:], chain[1:], strict=True) if is_greedy else ():
+    for position, number in zip(soup.positions[1:], chain[1:], strict=True) if is_greedy else ():
         parts = _make_parts(study.objective, table_of(number), table_of(winner), clusters)
         gain, low, _ = _combine(parts, confidence)
         is_kept = low > -margin

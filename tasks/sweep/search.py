@@ -210,12 +210,12 @@ class _Search:
         violation = self.objective.violation(scores.table, self.references)
         return self.objective.scores(scores.table, scores.change), violation
 
-    def keep_tables(self, needed: set[int]) -> None:
-        """Forget the tables of all trials that are not needed, so that memory does not grow with the trials."""
-        self.tables = {number: table for number, table in self.tables.items() if number in needed}
-        self.recipes = {number: recipe for number, recipe in self.recipes.items() if number in needed}
+    def keep_tables(self, numbers: set[int]) -> None:
+        """Forget the tables of all other trials, so that memory does not grow with the trials."""
+        self.tables = {number: table for number, table in self.tables.items() if number in numbers}
+        self.recipes = {number: recipe for number, recipe in self.recipes.items() if number in numbers}
 
-    def spent(self) -> float | None:
+    def cost(self) -> float | None:
         rate = self.settings.budget.cost_per_hour
         return None if rate is None else self.ledger.used_seconds / 3600 * self.workers * rate
 
@@ -236,7 +236,7 @@ class _Search:
                 best_number=best.number if best else None,
                 hand_written=self.objective.total(by_hand.scores) if by_hand else None,
                 seconds_left=min(estimates, default=None),
-                spent=self.spent(),
+                spent=self.cost(),
             )
         )
 
@@ -255,7 +255,7 @@ class _Search:
             scored_count=len(self.first_of),
             new_count=self.new_count,
             seconds={**self.seconds, "wall": self.ledger.used_seconds},
-            spent=self.spent(),
+            spent=self.cost(),
             stop_reason=stop_reason,
         )
 
@@ -329,7 +329,7 @@ class _ParameterSearch(_Search):
         possible = [*requests, *(replace(request, race=first_race) for request in requests)]
         if any(self.ledger.find(request_key(request)) is not None for request in possible):
             return None
-        budget, spent = self.settings.budget, self.spent()
+        budget, spent = self.settings.budget, self.cost()
         if budget.hours is not None and self.ledger.used_seconds >= 3600 * budget.hours:
             return "hours"
         return "cost" if budget.cost is not None and spent is not None and spent >= budget.cost else None

@@ -133,7 +133,7 @@ class SoupResult(BaseModel):
     ingredients: tuple[IngredientResult, ...]
 
     @property
-    def chosen(self) -> tuple[int, ...]:
+    def positions(self) -> tuple[int, ...]:
         """Positions of the ingredients that the search chose."""
         left_out = ("not added", "no score")
         return tuple(position for position, item in enumerate(self.ingredients) if item.outcome not in left_out)
@@ -186,7 +186,7 @@ class Study:
             "" if self.evaluated_share == 1 else f" · {100 * self.evaluated_share:.0f} % of the documents evaluated"
         )
         if self.soup:
-            chosen = f"{len(self.soup.chosen)} of {len(self.soup.ingredients)} models"
+            chosen = f"{len(self.soup.positions)} of {len(self.soup.ingredients)} models"
             return f"{self.soup.rule} soup of {chosen}, {len(self.trials)} trials{source}, {best}"
         return f"{len(self.trials)} trials{source}, {best} (hand-written {by_hand}){effort}"
 

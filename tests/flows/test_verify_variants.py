@@ -24,7 +24,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.gate.verdict_record import LIKELIHOODS
 from mergegate.tasks.publish.content import BOM, CARD, FACTS, PROVENANCE, SUMS, sha256_of
-from mergegate.tasks.publish.releases.related import MergeLink, find_merge
+from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
 from mergegate.tasks.publish.releases.reproduce import first_difference, is_rebuilt
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
@@ -237,7 +237,7 @@ def test_only_the_place_next_to_the_variants_is_opened(
 ) -> None:
     found: list[str] = []
     monkeypatch.setattr(
-        "mergegate.tasks.publish.releases.related.find_release",
+        "mergegate.tasks.publish.releases.origin.find_release",
         lambda address: found.append(address) or Elsewhere(address),
     )
     release: Any = Elsewhere(variants) if variants else DirectoryRelease(places.variants)

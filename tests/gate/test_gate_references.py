@@ -17,7 +17,7 @@ from mergegate.tasks.gate import BEST_PARENT, CHAMPION, Guard, check_guards, nee
 from mergegate.tasks.gate.evidence import ReferenceChoice, measure_guard
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.statistics import selection_bias
-from mergegate.tasks.publish.releases.related import load_released_model
+from mergegate.tasks.publish.releases.origin import load_released_model
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from mergegate.tasks.evaluation.backends.picture_processor import load_processor
 from PIL import Image
 from scoring_runs import mean_of, model_in, pin, quiet, scoring_job, write_task
 from tiny_kinds import PICTURE_SIZE, write
@@ -22,6 +21,7 @@ from mergegate.merge_core.files import JournalLocation
 from mergegate.tasks import evaluation
 from mergegate.tasks.checkpoints import TellProgress, load_model
 from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.backends.picture_processor import load_processor
 from mergegate.tasks.evaluation.backends.pictures import hash_picture, split_at_placeholders
 from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.evaluation.scoring.harness import score_documents

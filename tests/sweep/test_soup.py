@@ -97,7 +97,7 @@ def test_the_search_follows_the_published_rule(seed: int) -> None:
         if table[frozenset(soup | {name})] >= table[frozenset(soup)]:
             soup.add(name)
     assert [item.ingredient for item in study.soup.ingredients] == ordered
-    assert {ordered[position] for position in study.soup.chosen} == soup
+    assert {ordered[position] for position in study.soup.positions} == soup
     assert len(study.trials) <= 1 + 2 * len(names) - 1
     recipe = study.recipes[study.soup_chain[-1]]
     assert recipe == recipe_of(*(name for name in names if name in soup))  # in the order of the user's recipe

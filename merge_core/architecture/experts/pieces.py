@@ -166,16 +166,16 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def _pieces(
-    tensor: AnyTensor, fused: Mapping[str, Mapping[str, AnyTensor]], names: ExpertNames, hidden_size: int | None
+    tensor: AnyTensor, fused_tensors: Mapping[str, Mapping[str, AnyTensor]], names: ExpertNames, hidden_size: int | None
 ) -> Iterator[AnyTensor]:
     module, part = _split(tensor.name) or ("", "")
-    if part not in fused.get(module, ()) or tensor.dtype.kind != "float":
+    if part not in fused_tensors.get(module, ()) or tensor.dtype.kind != "float":
         # Payloads of quantized models are not plain weights and stay as they are.
         name = _disk_layout_name(tensor.name, names)
         location = DiskLocation(tensor.name, (name,))
         yield tensor if name == tensor.name else _piece(tensor, name, tensor.shape, 0, location)
         return
-    parts = _parts(part, fused[module], names, hidden_size)
+    parts = _parts(part, fused_tensors[module], names, hidden_size)
     prefix = _disk_layout_name(f"{module}.experts.", names)
     form = tuple(f"{prefix}*.{part}" for part in parts)
     shape = (tensor.shape[1] // len(parts), *tensor.shape[2:]) if len(parts) > 1 else tensor.shape[1:]

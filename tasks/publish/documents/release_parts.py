@@ -288,10 +288,10 @@ Releasable = ReleaseParts | VariantParts
 """Inputs of a release, independent of its target."""
 
 
-def _input_directories(pinned: PinnedRecipe) -> tuple[Path, ...]:
+def _input_directories(inputs: PinnedRecipe) -> tuple[Path, ...]:
     """Return the local directories of the parents and of the recipe, whose paths must not be published."""
-    recipe = pinned.recipe.directory
-    parents = (path for parent in pinned.parents for path in parent.directories)
+    recipe = inputs.recipe.directory
+    parents = (path for parent in inputs.parents for path in parent.directories)
     return (*parents, *([recipe] if recipe else []))
 
 

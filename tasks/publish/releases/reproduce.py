@@ -47,7 +47,7 @@ from mergegate.tasks.checkpoints import (
 from mergegate.tasks.checkpoints.hub import find_snapshot
 from mergegate.tasks.merge import MergeSettings, combine_parents, numerics, prepare_recipe, with_new_routers
 from mergegate.tasks.publish.content import DESCRIPTION_FILES, PROVENANCE, RECIPE, is_rebuilt
-from mergegate.tasks.publish.releases.related import MergeLink, find_merge
+from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
 from mergegate.tasks.publish.releases.verify import VerifiedRelease
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import device_kind, separate_store, store, versions

@@ -57,13 +57,13 @@ from mergegate.tasks.publish.content import (
     read_document,
 )
 from mergegate.tasks.publish.documents.bom import MISSING_FACT
+from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.releases.recompute import (
     RecomputedVerdict,
     compare_documents,
     recompute_variants,
     recompute_verdict,
 )
-from mergegate.tasks.publish.releases.related import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.signing import Signer, SignerPolicy, public_key, read_keyless, read_signature
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle

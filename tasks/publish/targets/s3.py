@@ -297,7 +297,9 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
                 parts.append({**part, "ETag": answer["ETag"]})
                 report(len(data))
             # 404: an earlier request, whose answer was lost, may have completed the upload
-            self.location.ask("complete_multipart_upload", ignored=(404,), **upload, MultipartUpload={"Parts": parts})
+            self.location.ask(
+                "complete_multipart_upload", ignored_statuses=(404,), **upload, MultipartUpload={"Parts": parts}
+            )
         except BaseException:
             # Report the original error. If the upload cannot be aborted, the bucket's lifecycle rule removes it.
             with suppress(Exception):

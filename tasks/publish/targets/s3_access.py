@@ -60,13 +60,15 @@ class S3Location:
     def url(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
 
-    def ask(self, operation: str, *, ignored: Collection[int] = (), **parameters: Any) -> dict[str, Any]:
+    def ask(self, operation: str, *, ignored_statuses: Collection[int] = (), **parameters: Any) -> dict[str, Any]:
         """Call a method of the client, and retry after transient errors. The request must be safe to repeat.
 
-        Return an empty dict if the store answers with one of the ``ignored`` statuses. Raise Refused for any other
+        Return an empty dict if the store answers with one of the ``ignored_statuses``. Raise Refused for any other
         error of the client, or InvalidInput if credentials or the bucket are missing.
         """
-        return self._call(lambda: getattr(self._s3, operation)(Bucket=self.bucket, **parameters), ignored) or {}
+        return (
+            self._call(lambda: getattr(self._s3, operation)(Bucket=self.bucket, **parameters), ignored_statuses) or {}
+        )
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
@@ -83,18 +85,18 @@ class S3Location:
     def write(self, name: str, content: bytes, **options: str) -> bool:
         """Write a small JSON object. Return false if a guard in ``options`` (IfMatch, IfNoneMatch) prevents it."""
         # 404: the object that IfMatch names has been removed in the meantime.
-        ignored = (404, 409, 412) if {"IfMatch", "IfNoneMatch"} & options.keys() else ()
+        no_write = (404, 409, 412) if {"IfMatch", "IfNoneMatch"} & options.keys() else ()
         request = {"Key": self.key(name), "Body": content, "ContentType": "application/json"}
-        return bool(self.ask("put_object", ignored=ignored, **request, **options))
+        return bool(self.ask("put_object", ignored_statuses=no_write, **request, **options))
 
     def send_file(self, key: str, path: Path, **options: str) -> None:
         """Write a file in one request, and read it from the start at every attempt."""
 
-        def put() -> None:
+        def put_file() -> None:
             with path.open("rb") as body:
                 self._s3.put_object(Bucket=self.bucket, Key=key, Body=body, **options)
 
-        self._call(put)
+        self._call(put_file)
 
     def stream(self, name: str) -> Iterator[bytes]:
         """Yield the content of an object in chunks."""
@@ -112,7 +114,7 @@ class S3Location:
 
     def head(self, name: str) -> S3Answer | None:
         """Return the metadata of an object, or None if it does not exist."""
-        answer = self.ask("head_object", ignored=(404,), Key=self.key(name), ChecksumMode="ENABLED")
+        answer = self.ask("head_object", ignored_statuses=(404,), Key=self.key(name), ChecksumMode="ENABLED")
         if not answer:
             return None
         encoded, part = answer.get("ChecksumSHA256"), answer.get("Metadata", {}).get(PART_SIZE, "")
@@ -147,13 +149,13 @@ class S3Location:
     def _s3(self) -> Any:
         return _client(self.endpoint, CONNECT_S, READ_S)
 
-    def _call(self, request: Callable[[], R], ignored: Collection[int] = ()) -> R | None:
+    def _call(self, request: Callable[[], R], ignored_statuses: Collection[int] = ()) -> R | None:
         retry = retry_transient(_ATTEMPTS, transient=_is_transient_error, sleep=lambda seconds: time.sleep(seconds))
         with self._explained_errors():
             try:
                 return retry(request)
             except Exception as error:
-                if _status_code(error) in ignored:
+                if _status_code(error) in ignored_statuses:
                     return None
                 raise
 
