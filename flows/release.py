@@ -285,17 +285,19 @@ def make_attempt(
 
 
 def _merge_candidate(
-    cleared: ClearedCandidate, profile: Profile
+    cleared_candidate: ClearedCandidate, profile: Profile
 ) -> tuple[PinnedRecipe, Artifact[MergeSummary]] | Refused:
     """Merge a candidate. Return the pinned recipe with the merge, or why the merge is not a usable model."""
-    fetch_weights(cleared.parents, store().hashes)
-    parents = pin_checkpoints(cleared.parents, store().hashes, profile.checks.code.trusted)
+    fetch_weights(cleared_candidate.parents, store().hashes)
+    parents = pin_checkpoints(cleared_candidate.parents, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
-    recipe = prepare_recipe(cleared.candidate.recipe, by_ref.__getitem__, in_flow=True)
+    recipe = prepare_recipe(cleared_candidate.candidate.recipe, by_ref.__getitem__, in_flow=True)
     try:
         recipe = with_new_routers(recipe, by_ref.__getitem__, numerics(profile.merge), lambda stage: stage)
         pinned = PinnedRecipe(recipe, parents)
-        return pinned, merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
+        return pinned, merge.after(cleared_candidate.license, cleared_candidate.compatibility)(
+            pinned, numerics(profile.merge)
+        )
     except Refused as refusal:
         return refusal
 
@@ -311,16 +313,22 @@ def _record_samples(assessment: Assessment, model: Model, champion: ReleasedMode
 
 
 def _explain_attempt(
-    cleared: ClearedCandidate, adapted: PinnedRecipe, model: Model, assessment: Assessment, evidence: Evidence
+    cleared_candidate: ClearedCandidate,
+    adapted_recipe: PinnedRecipe,
+    model: Model,
+    assessment: Assessment,
+    evidence: Evidence,
 ) -> Explanation:
-    """Explain the verdict. ``adapted`` is the recipe with parents that any library can load."""
+    """Explain the verdict. ``adapted_recipe`` is the recipe with parents that any library can load."""
     # All task vectors of a training run would be read again, so only the first and the last checkpoint explain it.
-    first = {window.checkpoints[0] for window in cleared.candidate.windows}
+    first = {window.checkpoints[0] for window in cleared_candidate.candidate.windows}
     explained = tuple(
-        parent for parent in adapted.parents if parent.ref in first or parent.ref not in evidence.unmeasured
+        parent for parent in adapted_recipe.parents if parent.ref in first or parent.ref not in evidence.unmeasured
     )
-    document, gate = cleared.candidate.document, assessment.verdict.value
-    return explain_merge(replace(adapted, parents=explained), model, document, gate, assessment.scores, evidence.tasks)
+    document, gate = cleared_candidate.candidate.document, assessment.verdict.value
+    return explain_merge(
+        replace(adapted_recipe, parents=explained), model, document, gate, assessment.scores, evidence.tasks
+    )
 
 
 def _measure_ensemble(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:
