@@ -56,28 +56,13 @@ from mergegate.flows.outcome import (
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.checkpoints import (
-    Model,
-    PinnedCheckpoint,
-    PinnedRecipe,
-    apply_adapters,
-    fetch_weights,
-    pin_checkpoints,
-)
+from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import Explanation, explain_merge
 from mergegate.tasks.gate import JudgedSample, needs_champion, record_sample, unselected_scores
-from mergegate.tasks.merge import (
-    MergeSummary,
-    merge,
-    merged_model,
-    numerics,
-    prepare_recipe,
-    select_named_parents,
-    with_new_routers,
-)
+from mergegate.tasks.merge import merge, merged_model, numerics, prepare_recipe, select_named_parents, with_new_routers
 from mergegate.tasks.perplexity import Likelihoods, ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence, with_next_samples
-from mergegate.tasks.publish.releases import ReleasedModel, load_released_model
+from mergegate.tasks.publish.releases import load_released_model
 from mergegate.tasks.report import write_report
 from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
 from mergegate.tasks.stage import announce, require_work_allowed, runtime, store
@@ -226,10 +211,19 @@ def make_attempt(
     runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch missing weights, then merge, measure, judge and explain one candidate."""
-    result = _merge_candidate(cleared_candidate, profile)
-    if isinstance(result, Refused):
-        return FailedMerge(cleared_candidate, result)
-    pinned, merged = result
+    recipe = cleared_candidate.candidate.recipe
+    fetch_weights(cleared_candidate.parents, store().hashes)
+    parents = pin_checkpoints(cleared_candidate.parents, store().hashes, profile.checks.code.trusted)
+    by_ref = {parent.ref: parent for parent in parents}
+    recipe = prepare_recipe(recipe, by_ref.__getitem__, in_flow=True)
+    try:
+        recipe = with_new_routers(recipe, by_ref.__getitem__, numerics(profile.merge), lambda stage: stage)
+        pinned = PinnedRecipe(recipe, parents)
+        merged = merge.after(cleared_candidate.license, cleared_candidate.compatibility)(
+            pinned, numerics(profile.merge)
+        )
+    except Refused as refusal:
+        return FailedMerge(cleared_candidate, refusal)
     model = merged_model(merged, pinned)
     champion = anchor = None
     heads: Mapping[str, str] = {}
@@ -244,14 +238,14 @@ def make_attempt(
         anchor = load_released_model(profile.publish, profile.root, model, store().hashes, evidence.rule.anchor)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
     # The merge reads adapters separately. To load a model for evaluation, its adapter must be applied first.
-    parents = apply_adapters(select_named_parents(pinned.recipe, pinned.parents))
+    parents = apply_adapters(select_named_parents(recipe, pinned.parents))
     adapted = model if isinstance(model, PinnedCheckpoint) else None
     model = apply_adapters([adapted])[0] if adapted else model
     assessment = assess_merge(model, parents, champion, evidence, anchor, runner)
-    _record_samples(assessment, model, champion)
-    explanation = _explain_attempt(cleared_candidate, replace(pinned, parents=parents), model, assessment, evidence)
-    ensemble = _measure_ensemble(parents, evidence)
+    _record_samples(assessment, model.digest, champion.digest if champion else "")
     judged = JudgedMerge(profile, assessment.evidence, model, parents, adapted)
+    explanation = _explain_attempt(cleared_candidate, pinned, judged, assessment, evidence)
+    ensemble = _measure_ensemble(parents, evidence)
     # A merge that is the current release passed all judgments before. Only its variants are judged now.
     released = champion if champion and champion.complete and champion.digest == model.digest else None
     verdicts = [assessment.verdict.value.as_verdict()]
@@ -284,45 +278,31 @@ def make_attempt(
     )
 
 
-def _merge_candidate(
-    cleared_candidate: ClearedCandidate, profile: Profile
-) -> tuple[PinnedRecipe, Artifact[MergeSummary]] | Refused:
-    """Merge a candidate. Return the pinned recipe with the merge, or why the merge is not a usable model."""
-    fetch_weights(cleared_candidate.parents, store().hashes)
-    parents = pin_checkpoints(cleared_candidate.parents, store().hashes, profile.checks.code.trusted)
-    by_ref = {parent.ref: parent for parent in parents}
-    recipe = prepare_recipe(cleared_candidate.candidate.recipe, by_ref.__getitem__, in_flow=True)
-    try:
-        recipe = with_new_routers(recipe, by_ref.__getitem__, numerics(profile.merge), lambda stage: stage)
-        pinned = PinnedRecipe(recipe, parents)
-        return pinned, merge.after(cleared_candidate.license, cleared_candidate.compatibility)(
-            pinned, numerics(profile.merge)
-        )
-    except Refused as refusal:
-        return refusal
-
-
-def _record_samples(assessment: Assessment, model: Model, champion: ReleasedModel | None) -> None:
+def _record_samples(assessment: Assessment, merge_digest: str, champion_digest: str) -> None:
     """Record which documents have judged the merge, so that the next merge is judged on others."""
     for task in assessment.evidence.tasks:
         guards = assessment.verdict.value.guards
         if guard := next((guard for guard in guards if guard.task == task.name), None):
             use = {"start": guard.sample_start, "documents": guard.documents_asked or guard.n}
-            sample = JudgedSample(merge=model.digest, champion=champion.digest if champion else "", **use)
+            sample = JudgedSample(merge=merge_digest, champion=champion_digest, **use)
             record_sample(task, assessment.evidence.scoring.seed, sample)
 
 
 def _explain_attempt(
-    cleared_candidate: ClearedCandidate, recipe: PinnedRecipe, model: Model, assessment: Assessment, evidence: Evidence
+    cleared_candidate: ClearedCandidate,
+    pinned: PinnedRecipe,
+    judged_merge: JudgedMerge,
+    assessment: Assessment,
+    evidence: Evidence,
 ) -> Explanation:
-    """Explain the verdict. ``recipe`` is the recipe with parents that any library can load."""
     # All task vectors of a training run would be read again, so only the first and the last checkpoint explain it.
     first = {window.checkpoints[0] for window in cleared_candidate.candidate.windows}
-    explained = tuple(
-        parent for parent in recipe.parents if parent.ref in first or parent.ref not in evidence.unmeasured
+    parents = (
+        parent for parent in judged_merge.parents if parent.ref in first or parent.ref not in evidence.unmeasured
     )
+    adapted_recipe = replace(pinned, parents=tuple(parents))
     document, gate = cleared_candidate.candidate.document, assessment.verdict.value
-    return explain_merge(replace(recipe, parents=explained), model, document, gate, assessment.scores, evidence.tasks)
+    return explain_merge(adapted_recipe, judged_merge.model, document, gate, assessment.scores, evidence.tasks)
 
 
 def _measure_ensemble(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:

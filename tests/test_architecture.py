@@ -282,7 +282,7 @@ def test_every_exported_name_exists() -> None:
 # Modules that read files without the bounded opener of merge_core.parsing, by the reason why no user names the files.
 _READERS = {
     "files that mergegate wrote": (
-        "flows.cli.init flows.outcome.archive flows.outcome.run_outcome merge_core.checkpoint.measurements "
+        "flows.cli.init flows.outcome.run_outcome merge_core.checkpoint.measurements "
         "merge_core.engine.forecast.probe tasks.judge.answers tasks.judge.stage tasks.serve.process "
         "tasks.store.shared tasks.telemetry.metrics tasks.variants.quantize_child"
     ),

@@ -24,8 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergegate.flows.outcome.archive import archive_outcome, prefect_page, running_flow
-from mergegate.flows.outcome.run_outcome import RunOutcome, stopped_outcome
+from mergegate.flows.outcome.run_outcome import RunOutcome, archive_outcome, prefect_page, running_flow, stopped_outcome
 from mergegate.flows.prefect_api import find_replacement_run
 from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.merge_core.errors import INTERRUPTED, MergegateError, state_name, to_printable

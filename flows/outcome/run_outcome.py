@@ -1,28 +1,60 @@
-"""Define the outcome of a run: its status, message, reasons, remedy, and the page about it."""
+"""Define the outcome of a run, and archive it: its page, its line in the history, and a summary.
+
+The outcome has the status of the run, its message and reasons, a remedy, and the page about it. A failure to archive it
+never fails the run.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of
-from mergegate.merge_core.files import state_directory, write_state
+from mergegate.flows.prefect_api import page_of_run
+from mergegate.merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of, to_printable
+from mergegate.merge_core.files import read_state, state_directory, write_state
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.explain import Remedy
+from mergegate.tasks.gate import GateVerdict, GuardVerdict, SuiteVerdict
 from mergegate.tasks.publish import Release
 from mergegate.tasks.report import (
+    EndedRun,
     Report,
     ReportContent,
+    RunParent,
+    RunRecord,
+    RunScore,
+    RunStage,
     RunStatus,
+    RunVariant,
     ShadowContent,
     SweepContent,
+    add_stages,
+    archive_run,
+    as_markdown,
+    file_name,
     render,
+    render_ending,
     render_shadow,
     render_sweep,
+    shadow_rows,
 )
-from mergegate.tasks.stage import StageEnd, home
+from mergegate.tasks.stage import StageEnd, created_bytes, home, joint_status
 from mergegate.tasks.store import Artifact
+from mergegate.tasks.telemetry import export_metrics, export_to_trackers
+
+_log = logging.getLogger(__name__)
+_MAX_PAGE_BYTES = 64 << 20
+_MAX_ITEMS = 200  # guards, parents and stages
+_MAX_SUMMARY_BYTES = 90_000  # Prefect accepts more, but its pages become slow
 
 
 class PublishedVariants(BaseModel):
@@ -142,3 +174,196 @@ def _store_latest(page: str, name: str) -> Path:
     path = state_directory(home() / "reports", private=True) / name
     write_state(path, page.encode())
     return path
+
+
+def archive_outcome(
+    outcome: RunOutcome, name: str, began: float, stages: Sequence[StageEnd], flow: str = ""
+) -> RunOutcome:
+    """Archive an outcome, and return it with the path of its page. If archiving fails, return it unchanged.
+
+    ``began`` is the start of the run on the monotonic clock. ``stages`` are in the order in which they ended. ``name``
+    is used if the outcome does not contain the name of the profile, and ``flow`` if the run is outside Prefect.
+    """
+    try:
+        flow = running_flow()[1] or flow
+        content = outcome.content or outcome.sweep or outcome.shadow
+        name = content.name if content is not None else name
+        record = _run_record(outcome, name, flow, time.monotonic() - began, stages)
+        suffix = f".{flow}" if flow == "shadow" or (flow == "sweep" and outcome.content is None) else ""
+        page = _page(outcome, name, flow, stages)
+        export_metrics(record, home())
+        export_to_trackers(record, home())
+        archived = archive_run(
+            home() / "reports",
+            record,
+            page,
+            latest=f"{file_name(name)}{suffix}",
+            search=render_sweep(outcome.sweep) if outcome.sweep and outcome.content else None,
+            latest_page=render_shadow(outcome.shadow) if outcome.shadow else None,
+        )
+        # Next to the page, for a pull request: gh pr comment --body-file .mergegate/reports/NAME.md
+        write_state(archived.latest.with_suffix(".md"), prefect_page(outcome, name).encode())
+    except Exception as failure:
+        _log.warning("the report of this run could not be stored: %s", failure)
+        return outcome
+    return outcome.model_copy(update={"report": archived.latest})
+
+
+def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stages: Sequence[StageEnd]) -> RunRecord:
+    run, _ = running_flow()
+    content = outcome.content
+    drift = content.verdict.drift if content else None
+    calls_by_stage: dict[str, list[StageEnd]] = {}  # in the order in which the stages first ended
+    for end in stages:
+        calls_by_stage.setdefault(end.stage, []).append(end)
+    cores = os.cpu_count() or 1
+    machine = (platform.node(), format_count(cores, "core"), f"{platform.system()} {platform.machine()}")
+    return RunRecord(
+        run=run,
+        flow=flow,
+        profile=to_printable(name),
+        ended=time.time(),
+        seconds=seconds,
+        status=outcome.status,
+        message=to_printable(outcome.text_with_proposal),
+        overrides=tuple(map(to_printable, outcome.overrides))[:_MAX_ITEMS],
+        version=outcome.version,
+        location=to_printable(str(outcome.location)) if outcome.location else "",
+        machine=", ".join(filter(None, machine)),
+        method=to_printable(content.method) if content else outcome.sweep.method if outcome.sweep else "",
+        recipe=to_printable(content.recipe) if content else "",
+        parents=tuple(
+            RunParent(
+                name=to_printable(parent.name),
+                ref=to_printable(parent.ref),
+                revision=parent.revision,
+                digest=parent.digest[:16],
+            )
+            for parent in (content.parents[:_MAX_ITEMS] if content else ())
+        ),
+        windows=tuple(
+            replace(run, checkpoints=tuple(map(to_printable, run.checkpoints[-_MAX_ITEMS:])))
+            for run in (content.runs if content else ())
+        ),
+        scores=_scores(content.verdict) if content else (),
+        variants=_variants(content) if content else (),
+        perplexity=drift.ratio if drift and drift.ratio is not None and math.isfinite(drift.ratio) else None,
+        perplexity_limit=drift.max_ratio if drift else None,
+        stages=tuple(
+            RunStage(
+                name=to_printable(stage),
+                seconds=sum(max(0.0, call.seconds) for call in calls),
+                calls=len(calls),
+                cached=sum(call.status == "cached" for call in calls),
+                status=joint_status([(call.subject, call.status) for call in calls]),
+            )
+            for stage, calls in list(calls_by_stage.items())[:_MAX_ITEMS]
+        ),
+        bytes_merged=sum(file.size for file in content.files) if content else 0,
+        bytes_made=created_bytes(),
+        seen_at=page_of_run(run),
+    )
+
+
+def _scores(verdict: GateVerdict) -> tuple[RunScore, ...]:
+    """Return the score of every guard, after that of each group of tasks that is judged by its mean.
+
+    Scores without finite bounds are left out.
+    """
+    scores = []
+    all_judged: tuple[SuiteVerdict | GuardVerdict, ...] = (*verdict.suites, *verdict.guards)
+    for judged in all_judged:
+        shared = judged.model_dump(include={"drop", "low", "high", "max_drop", "margin", "outcome"})
+        shared["reference"] = to_printable(judged.reference)
+        if isinstance(judged, GuardVerdict):
+            shared |= {"merge": 100 * judged.merge_score, "documents": judged.n}
+            shared |= {"task": to_printable(judged.task), "differing": judged.lost + judged.won}
+        else:
+            shared["task"] = f"mean of {judged.tasks}"
+        if all(map(math.isfinite, (judged.drop, judged.low, judged.high, shared.get("merge", 0.0)))):
+            scores.append(RunScore(**shared))
+    return tuple(scores)[:_MAX_ITEMS]
+
+
+def _variants(content: ReportContent) -> tuple[RunVariant, ...]:
+    """Return the verdict on each quantized variant, in the profile's order."""
+    variants = []
+    for variant in content.variants[:_MAX_ITEMS]:
+        gate = variant.gate
+        judged = gate.suites[:1] or gate.guards if gate else ()
+        drop = max((item.drop for item in judged if math.isfinite(item.drop)), default=None)
+        variants.append(
+            RunVariant(
+                type=to_printable(variant.type),
+                outcome=variant.outcome,
+                published=variant.publishable and content.verdict.publishable,
+                drop=drop,
+            )
+        )
+    return tuple(variants)
+
+
+def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd]) -> str:
+    """Return the page about the evidence, or else a page that shows how far the run got and why it ended."""
+    ended = tuple(
+        end._replace(
+            stage=to_printable(end.stage), subject=to_printable(end.subject), summary=to_printable(end.summary)
+        )
+        for end in stages
+    )
+    if outcome.page:
+        return add_stages(outcome.page, ended)
+    if outcome.shadow is not None:
+        return render_shadow(outcome.shadow.model_copy(update={"examples": ()}))
+    if outcome.sweep is not None:
+        return outcome.report.read_text(encoding="utf-8") if outcome.report else render_sweep(outcome.sweep)
+    if outcome.status == "nothing new" and outcome.report is not None:  # the release has a page about its evidence
+        released = read_state(outcome.report, bytes.decode, most=_MAX_PAGE_BYTES)
+        if isinstance(released, str):
+            return add_stages(released, ended)
+    return render_ending(
+        EndedRun(
+            name=to_printable(name),
+            flow=flow,
+            status=outcome.status,
+            message=to_printable(outcome.text),
+            finding=outcome.stopped_by,
+            exception=to_printable(outcome.message.partition(": ")[2]) if outcome.status == "failed" else "",
+            log=f"the log of Prefect's flow run {running_flow()[0]}, or the terminal",
+            stages=ended,
+        )
+    )
+
+
+def prefect_page(outcome: RunOutcome, name: str) -> str:
+    """Render the outcome as Markdown for Prefect's page and for pull requests.
+
+    The status comes first, then the evidence, then the path of the report. Long evidence is cut.
+    """
+    mark = "✓" if outcome.exit_code == 0 else "✗"
+    head = f"## {mark} {outcome.status}: {name}\n\n"
+    if outcome.content:
+        evidence = as_markdown(outcome.content)
+    else:
+        fence = "```"
+        while fence in outcome.text:  # no line of untrusted text may close the fence
+            fence += "`"
+        evidence = f"{fence}\n{outcome.text}\n{fence}\n"
+    if outcome.shadow:
+        evidence += "\n" + "".join(f"* {label}: {value}\n" for label, value in shadow_rows(outcome.shadow))
+    foot = f"\nReport: `{outcome.report}`\n" if outcome.report else ""
+    room = _MAX_SUMMARY_BYTES - len((head + foot).encode())
+    if len(evidence.encode()) > room:
+        complete_lines = evidence.encode()[: room - 100].decode(errors="ignore").rpartition("\n")[0]
+        evidence = f"{complete_lines}\n\nThe report shows the rest.\n"
+    return head + evidence + foot
+
+
+def running_flow() -> tuple[str, str]:
+    """Return the ID of the current flow run and the name of its flow, or two empty strings outside a flow run."""
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return "", ""
+    return str(context.flow_run.id), context.flow.name if context.flow else ""

@@ -236,10 +236,10 @@ def _documents_to_decide(verdict: SuiteVerdict, error: float) -> int | None:
     return max(verdict.documents + 1, math.ceil(verdict.documents * (z * error / distance) ** 2))
 
 
-def _chance_left(information: tuple[float, ...], look: int, verdict: SuiteVerdict, error: float) -> float | None:
-    if look + 1 == len(information):
+def _chance_left(information: tuple[float, ...], position: int, verdict: SuiteVerdict, error: float) -> float | None:
+    if position + 1 == len(information):
         return None
-    share = information[look]
+    share = information[position]
     quantile = normal_quantile(look_levels(information, verdict.confidence)[-1])
     last_error = error * math.sqrt(share)
     pass_below = min(verdict.max_drop, verdict.margin - quantile * last_error)

@@ -84,13 +84,6 @@ class RecordedEvidence(StageValue):
         return f"{rows} of {self.models} models"
 
 
-class RecordedMeasurements(NamedTuple):
-    """Measurements of all models that a verdict is based on, by the name of the model in the run."""
-
-    scores: Mapping[str, Sequence[Artifact[Scores]]]  # one artifact for each part of a task
-    likelihoods: Mapping[str, Artifact[Likelihoods]]
-
-
 class VerdictDifference(NamedTuple):
     """Value in a stored verdict that the evidence does not lead to."""
 
@@ -254,8 +247,10 @@ def decide_again(record: VerdictRecord, tables: Mapping[str, Path | bytes]) -> G
         return gate.work(*GateInputs(scores=scores, likelihoods=compared, **inputs))
 
 
-def read_measurements(record: VerdictRecord, tables: Mapping[str, Path | bytes], scratch: Path) -> RecordedMeasurements:
-    """Return the measurements of all models, with artifacts in ``scratch`` as the stages wrote them.
+def read_measurements(
+    record: VerdictRecord, tables: Mapping[str, Path | bytes], scratch: Path
+) -> tuple[dict[str, list[Artifact[Scores]]], dict[str, Artifact[Likelihoods]]]:
+    """Return scores and likelihoods by model, with artifacts in ``scratch`` as the stages wrote them.
 
     The artifacts contain no texts. ``tables`` is as in ``decide_again``.
     """
@@ -275,7 +270,7 @@ def read_measurements(record: VerdictRecord, tables: Mapping[str, Path | bytes],
     }
     outcomes.require_complete()
     documents.require_complete()
-    return RecordedMeasurements(scores, likelihoods)
+    return scores, likelihoods
 
 
 def measured_values(record: VerdictRecord, tables: Mapping[str, Path | bytes]) -> dict[str, dict[str, Any]]:

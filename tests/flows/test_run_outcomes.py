@@ -19,8 +19,8 @@ from prefect.context import FlowRunContext
 from samples import sampled
 
 from mergegate.flows.outcome import RunOutcome, StoppedRun, conclude_flow, flow_outcome
-from mergegate.flows.outcome.archive import prefect_page
 from mergegate.flows.outcome.flow_state import run_name
+from mergegate.flows.outcome.run_outcome import prefect_page
 from mergegate.flows.profile import Profile, profile_name
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.report import RunRecord, archive_run, read_history
@@ -167,7 +167,7 @@ class TestEveryEnding:
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("mergegate.flows.outcome.archive.archive_run", full)
+        monkeypatch.setattr("mergegate.flows.outcome.run_outcome.archive_run", full)
         with caplog.at_level(logging.WARNING):
             assert run_of(passed).name == "Passed"
             assert run_of(refused).name == "Refused"
