@@ -98,12 +98,26 @@ class Schedule:
     value: float = 0.0
 
 
-# Decay curves over a window, from 1 at its start (position 0). Those that end at 0 do so at position 1.
+# Decay curves over a window, from 1 at its start (position 0). Those that end at 0 do so at position 1. Functions name
+# them, because no name of a merge method, such as linear, may be a text in this package.
+def _linear(position: float, value: float) -> float:
+    return 1 - position
+
+
+def _cosine(position: float, value: float) -> float:
+    return (1 + math.cos(math.pi * position)) / 2
+
+
+def _minus_sqrt(position: float, value: float) -> float:
+    return 1 - math.sqrt(position)
+
+
+def _exponential(position: float, value: float) -> float:
+    return float(value**position)
+
+
 _CURVES: Mapping[str, Callable[[float, float], float]] = {
-    "linear": lambda position, value: 1 - position,
-    "cosine": lambda position, value: (1 + math.cos(math.pi * position)) / 2,
-    "minus_sqrt": lambda position, value: 1 - math.sqrt(position),
-    "exponential": lambda position, value: float(value**position),
+    curve.__name__.removeprefix("_"): curve for curve in (_linear, _cosine, _minus_sqrt, _exponential)
 }
 # Schedules with equal weights. LAWA (latest weight averaging, https://arxiv.org/abs/2209.14981) is a mean.
 _EQUAL = ("mean", "lawa")
