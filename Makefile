@@ -128,7 +128,7 @@ $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 	@echo "installing into $(VENV) (30 seconds plus downloads, once)"
 	@.ci/install --torch $(VENV) --constraint constraints.txt --editable ".[dev]"
 	@echo "compiling what a run imports (20 seconds, once)"
-	@$(BIN)/python -c "from mergegate.tasks.checkpoints.model_process import compile_libraries; compile_libraries()" & \
+	@$(BIN)/python -c "from mergegate.tasks.models.checkpoints.model_process import compile_libraries; compile_libraries()" & \
 	$(BIN)/python -c "import $(IMPORTS_OF_A_RUN)"; wait
 	touch $@
 

@@ -32,7 +32,7 @@ import torch  # noqa: E402  # transformers reads the variable on import
 from mergegate.merge_core import open_checkpoint  # noqa: E402  # needs the path above
 from mergegate.merge_core.analysis import Fingerprint, Relation, compare_fingerprints, take_fingerprint  # noqa: E402  # needs the path above
 from mergegate.merge_core.checkpoint import read_header  # noqa: E402  # needs the path above
-from mergegate.tasks.checkpoints.hub import element_reader  # noqa: E402  # needs the path above
+from mergegate.tasks.models.checkpoints.hub import element_reader  # noqa: E402  # needs the path above
 
 MODELS = PROJECT / "profiles" / "demo" / "models"
 NOISE = (0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 1.0, 1.3, 2.0)

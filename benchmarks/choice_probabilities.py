@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.evaluation.scoring.document_scores import read_document_scores
-from mergegate.tasks.gate.graded_scores import graded_documents_needed, refutes
-from mergegate.tasks.gate.statistics import binary_bounds, documents_needed, normal_quantile
+from mergegate.tasks.quality.evaluation.scoring.document_scores import read_document_scores
+from mergegate.tasks.quality.gate.graded_scores import graded_documents_needed, refutes
+from mergegate.tasks.quality.gate.statistics import binary_bounds, documents_needed, normal_quantile
 
 CONFIDENCE = 0.95
 MARGIN = 0.03

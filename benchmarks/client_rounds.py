@@ -50,8 +50,8 @@ FIFTH: Mapping[str, Train | None] = {
 def merged(recipe: Mapping[str, Any], out: Path, hashes: Any) -> None:
     """Merge one round into ``out``."""
     from mergegate.merge_core import load_recipe, merge_weights, plan_merge
-    from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
     from mergegate.tasks.merge import prepare_recipe
+    from mergegate.tasks.models.checkpoints import pin_checkpoints, resolve_parents
 
     read = load_recipe(dict(recipe))
     pinned = {one.ref: one for one in pin_checkpoints(resolve_parents(read), hashes)}
@@ -88,7 +88,7 @@ def after_rounds(
 def main() -> int:
     """Print the table."""
     from mergegate.merge_core.files import HashMemo
-    from mergegate.tasks.checkpoints import end_model_process
+    from mergegate.tasks.models.checkpoints import end_model_process
 
     alike = "--alike" in sys.argv[1:]
     with tempfile.TemporaryDirectory(prefix="mergegate-rounds-") as name:

@@ -6,7 +6,7 @@ The tables are in ``dev/measurements/cut-off-answers.md``::
 
 Merges are drawn, not run. Complete answers of both models are right or wrong with a given discordance and drop. Some
 need two, four or eight times the budget. A cut-off answer is wrong with probability .9. The gate's own functions decide
-(``tasks.gate.power``, ``tasks.gate.cut_answers``). ``tests/gate/test_cut_answers.py`` verifies that they decide as
+(``gate.power``, ``gate.cut_answers``). ``tests/gate/test_cut_answers.py`` verifies that they decide as
 ``judge_guards`` does.
 """
 
@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.gate.cut_answers import length_ratio
-from mergegate.tasks.gate.power import DrawnDrops, passing_merges
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.statistics import binary_bounds
+from mergegate.tasks.quality.gate.cut_answers import length_ratio
+from mergegate.tasks.quality.gate.power import DrawnDrops, passing_merges
+from mergegate.tasks.quality.gate.settings import GateRule, Guard
+from mergegate.tasks.quality.gate.statistics import binary_bounds
 
 RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3
 CUT_SHARES = ((0.0, 0.0), (0.1, 0.0), (0.3, 0.0), (0.0, 0.1), (0.0, 0.3), (0.1, 0.1), (0.3, 0.3))  # reference, merge

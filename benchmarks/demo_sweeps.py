@@ -52,7 +52,7 @@ def swept(name: str, sampler: str, seed: int) -> Swept:
     """Search and confirm as the flow does, and store only the ledger."""
     from mergegate.flows.attempt import prepare_search
     from mergegate.flows.profile import load_profile
-    from mergegate.tasks.runners import open_runner
+    from mergegate.tasks.base.runners import open_runner
     from mergegate.tasks.sweep import Confirmation, TrialPool, open_ledger, study_key
 
     profile = load_profile(PROJECT / "profiles" / f"{name}.yaml")

@@ -10,9 +10,9 @@ The tables are in ``graded-and-clustered-error-rates.md``, ``graded-and-clustere
     .venv/bin/python benchmarks/operating_characteristics.py duplicates --runs 4000 --markdown    # two minutes
     .venv/bin/python benchmarks/operating_characteristics.py perplexity --runs 2000 --markdown    # half an hour
 
-Merges are drawn, not run. The gate's functions decide them (``tasks.gate.graded_scores``, ``tasks.gate.clusters``,
-``tasks.gate.statistics``), which accept arrays of many samples. A merge that fails at an early interim look
-is still judged at the next one, so the published share is overstated. ``tasks.gate.drift.judge_drift`` decides about
+Merges are drawn, not run. The gate's functions decide them (``gate.graded_scores``, ``gate.clusters``,
+``gate.statistics``), which accept arrays of many samples. A merge that fails at an early interim look
+is still judged at the next one, so the published share is overstated. ``gate.drift.judge_drift`` decides about
 perplexity, one merge at a time.
 """
 
@@ -26,22 +26,22 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from mergegate.tasks.evaluation.values import interim_looks
-from mergegate.tasks.gate.clusters import (
+from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.gate.clusters import (
     MIN_CLUSTERS,
     cluster_errors,
     critical_value,
     effective_clusters,
     interval_over_units,
 )
-from mergegate.tasks.gate.drift import ModelLikelihoods, judge_drift
-from mergegate.tasks.gate.graded_scores import refutes
-from mergegate.tasks.gate.regression import decide_guard
-from mergegate.tasks.gate.sequential import plan_looks
-from mergegate.tasks.gate.statistics import binary_bounds, binary_difference
-from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits
-from mergegate.tasks.perplexity.measurement import TextMeasurement
-from mergegate.tasks.perplexity.stage import total_likelihood
+from mergegate.tasks.quality.gate.drift import ModelLikelihoods, judge_drift
+from mergegate.tasks.quality.gate.graded_scores import refutes
+from mergegate.tasks.quality.gate.regression import decide_guard
+from mergegate.tasks.quality.gate.sequential import plan_looks
+from mergegate.tasks.quality.gate.statistics import binary_bounds, binary_difference
+from mergegate.tasks.quality.perplexity import DocumentLikelihood, DriftLimits
+from mergegate.tasks.quality.perplexity.measurement import TextMeasurement
+from mergegate.tasks.quality.perplexity.stage import total_likelihood
 
 CONFIDENCE = 0.95
 MARGIN = 0.03  # ``max_drop`` is equal to it, the hardest case: only the bound can stop a merge

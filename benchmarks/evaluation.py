@@ -127,7 +127,7 @@ def ours(task: str, model: Path, mirror: Path, folder: Path, dtype: str) -> Side
     told = json.dumps([task, str(model), str(mirror), str(folder), str(out), dtype])
     before = os.times()
     began = time.monotonic()
-    from mergegate.tasks.checkpoints.model_process import WAITING
+    from mergegate.tasks.models.checkpoints.model_process import WAITING
 
     environment = {**WAITING, **os.environ}
     subprocess.run([sys.executable, __file__, "--score", told], check=True, cwd=PROJECT, env=environment)
@@ -139,11 +139,11 @@ def score(told: str) -> None:
     from lm_eval import evaluator
 
     from mergegate.merge_core.files import HashMemo
-    from mergegate.tasks.checkpoints import Model
-    from mergegate.tasks.evaluation import Scoring, pin_task
-    from mergegate.tasks.evaluation.scoring.harness import ScoringJob, score_documents
-    from mergegate.tasks.evaluation.scoring.loading import inspect_data
-    from mergegate.tasks.evaluation.values import DocumentRange
+    from mergegate.tasks.models.checkpoints import Model
+    from mergegate.tasks.quality.evaluation import Scoring, pin_task
+    from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_documents
+    from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
+    from mergegate.tasks.quality.evaluation.values import DocumentRange
 
     task, model, mirror, folder, out, dtype = json.loads(told)
     if task == "wikitext":
@@ -173,9 +173,9 @@ def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     from mergegate.merge_core.files import JournalLocation, sha256_file
-    from mergegate.tasks.checkpoints import Model
-    from mergegate.tasks.perplexity import HeldOutText, WindowSettings
-    from mergegate.tasks.perplexity.measurement import measure
+    from mergegate.tasks.models.checkpoints import Model
+    from mergegate.tasks.quality.perplexity import HeldOutText, WindowSettings
+    from mergegate.tasks.quality.perplexity.measurement import measure
 
     rows = [json.loads(line) for line in (folder / "theirs/data/wikitext-test.jsonl").read_text().splitlines()]
     texts = folder / "texts.jsonl"

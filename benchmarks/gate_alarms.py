@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrc
 
-from mergegate.tasks.evaluation.values import interim_looks
-from mergegate.tasks.gate.alarms import ALARM_SHARE, CLEAR
-from mergegate.tasks.gate.evidence import GuardEvidence, MetricDrop
-from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.sequential import InterimLook, error_at_look, plan_looks
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.statistics import binary_bounds
-from mergegate.tasks.gate.suite import judge_suite
+from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.gate.alarms import ALARM_SHARE, CLEAR
+from mergegate.tasks.quality.gate.evidence import GuardEvidence, MetricDrop
+from mergegate.tasks.quality.gate.regression import judge_guards
+from mergegate.tasks.quality.gate.sequential import InterimLook, error_at_look, plan_looks
+from mergegate.tasks.quality.gate.settings import Guard
+from mergegate.tasks.quality.gate.statistics import binary_bounds
+from mergegate.tasks.quality.gate.suite import judge_suite
 
 CONFIDENCE = 0.95
 GUARD = Guard(task="group", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 11, leaf_limit 40

@@ -1,7 +1,7 @@
 """Simulate merges that know nothing, and equal merges, for references of different skill.
 
 The tables are in ``dev/measurements/references-at-chance.md``. Run it with
-``benchmarks/operating_characteristics.py sensitivity``. The rule is that of ``tasks.gate.sensitivity``, on counts of
+``benchmarks/operating_characteristics.py sensitivity``. The rule is that of ``gate.sensitivity``, on counts of
 many samples with the gate's own bounds. ``tests/gate/test_gate_sensitivity.py`` verifies that the gate decides the same
 way.
 
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.gate.regression import is_within
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.statistics import binary_bounds
+from mergegate.tasks.quality.gate.regression import is_within
+from mergegate.tasks.quality.gate.settings import GateRule, Guard
+from mergegate.tasks.quality.gate.statistics import binary_bounds
 
 RULE, GUARD = GateRule(), Guard(task="quiz", guarded_by="base")  # the defaults: max_drop 2, margin 3
 Counts = NDArray[np.float64]

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.evaluation.values import SampleUse, interim_looks
-from mergegate.tasks.gate.earlier_runs import anchor_confidence
-from mergegate.tasks.gate.power import DrawnDrops, draw, passing_merges
-from mergegate.tasks.gate.regression import decide_guard
-from mergegate.tasks.gate.sequential import plan_looks
-from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.quality.evaluation.values import SampleUse, interim_looks
+from mergegate.tasks.quality.gate.earlier_runs import anchor_confidence
+from mergegate.tasks.quality.gate.power import DrawnDrops, draw, passing_merges
+from mergegate.tasks.quality.gate.regression import decide_guard
+from mergegate.tasks.quality.gate.sequential import plan_looks
+from mergegate.tasks.quality.gate.settings import GateRule, Guard
 
 RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 11
 SUITES = ((1, 1319), (1, 164), (6, 1000), (7, 500))  # number of tasks, documents of each: GSM8K, HumanEval, two suites

@@ -53,7 +53,7 @@ def watch(cache):
         loaded = load(model, dtype, device)
         def begun(network, args, kwargs):
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            from mergegate.tasks.evaluation.backends.hf_models import PROBE_TOKENS
+            from mergegate.tasks.quality.evaluation.backends.hf_models import PROBE_TOKENS
             if tuple(ids[0].tolist()[:len(PROBE_TOKENS)]) == PROBE_TOKENS:
                 return  # no batch: it is tried what the network takes
             content = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
@@ -64,7 +64,7 @@ def watch(cache):
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "mergegate.tasks.checkpoints.model_cache":
+        if name != "mergegate.tasks.models.checkpoints.model_cache":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

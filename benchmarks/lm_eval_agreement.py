@@ -27,9 +27,9 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 import yaml
 
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.evaluation import Scoring, pin_task
-from mergegate.tasks.evaluation.definitions.tree import task_tree
+from mergegate.tasks.models.checkpoints import Model
+from mergegate.tasks.quality.evaluation import Scoring, pin_task
+from mergegate.tasks.quality.evaluation.definitions.tree import task_tree
 
 Row = dict[str, Any]
 EXAMPLES = 2
@@ -230,9 +230,9 @@ def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder:
 
 def ours_by_document(task: str, model: Path, mirror: Path, scratch: Path) -> dict[tuple[str, int], Any]:
     """Score the task as a profile with ``evaluate.data`` does."""
-    from mergegate.tasks.evaluation.scoring.harness import ScoringJob, score_documents
-    from mergegate.tasks.evaluation.scoring.loading import inspect_data
-    from mergegate.tasks.evaluation.values import DocumentRange
+    from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_documents
+    from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
+    from mergegate.tasks.quality.evaluation.values import DocumentRange
 
     pinned = pin_task(task, scratch, HashMemo(scratch / "hashes.db"), mirror)
     asked = Model(name="random", digest=str(model), directory=model)

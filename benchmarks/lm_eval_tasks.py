@@ -16,8 +16,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from mergegate.tasks.evaluation.definitions.support import missing_requirements, refusal_of
-from mergegate.tasks.evaluation.definitions.tree import TaskLeaf
+from mergegate.tasks.quality.evaluation.definitions.support import missing_requirements, refusal_of
+from mergegate.tasks.quality.evaluation.definitions.tree import TaskLeaf
 
 CRASH = "crash"
 

@@ -102,9 +102,9 @@ def demo_setting(
     """
     from mergegate.merge_core import load_recipe
     from mergegate.merge_core.files import HashMemo
-    from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
-    from mergegate.tasks.evaluation import DocumentSplits, Scoring, pin_data, pin_task
     from mergegate.tasks.merge import prepare_recipe
+    from mergegate.tasks.models.checkpoints import pin_checkpoints, resolve_parents
+    from mergegate.tasks.quality.evaluation import DocumentSplits, Scoring, pin_data, pin_task
     from mergegate.tasks.sweep import TrialSetting
     from mergegate.tasks.sweep.objective import MetricKey
     from mergegate.tasks.sweep.trial import TrialSet
@@ -147,7 +147,7 @@ def means_of(setting: Any, recipe: Mapping[str, Any], which: Any) -> dict[str, l
 def main() -> int:
     """Print the table."""
     from mergegate.merge_core.methods import merge_methods
-    from mergegate.tasks.checkpoints import end_model_process
+    from mergegate.tasks.models.checkpoints import end_model_process
 
     measures = ("exact", "log_likelihood", "entropy")
     with tempfile.TemporaryDirectory(prefix="mergegate-methods-") as name:

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.evaluation.values import interim_looks
-from mergegate.tasks.gate.sequential import plan_looks
-from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
+from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.gate.sequential import plan_looks
+from mergegate.tasks.quality.gate.statistics import normal_quantile, score_statistic
 
 ERROR_TABLES = ("graded", "clusters", "duplicates", "perplexity")
 SUITE_TABLES = ("suites", "attempts", "scheduled", "wear")

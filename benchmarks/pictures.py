@@ -79,7 +79,7 @@ def photograph_shadow(chromium: str, picture: Path) -> None:
     sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "shadow")]
     from shadow_pages import EVERY
 
-    from mergegate.tasks.report import render_shadow
+    from mergegate.tasks.release.report import render_shadow
 
     with tempfile.TemporaryDirectory() as place:
         page = Path(place) / "shadow.html"

@@ -45,7 +45,7 @@ def recipe_of(texts: tuple[str, str], off_diagonals: float) -> dict[str, Any]:
 
 def main() -> int:
     """Print the table."""
-    from mergegate.tasks.checkpoints import end_model_process
+    from mergegate.tasks.models.checkpoints import end_model_process
 
     with tempfile.TemporaryDirectory(prefix="mergegate-regmean-") as name:
         place = Path(name)

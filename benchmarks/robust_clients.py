@@ -54,7 +54,7 @@ def recipe_of(method: str, models: list[str], scale: float) -> dict[str, Any]:
 
 def main() -> int:
     """Print the table."""
-    from mergegate.tasks.checkpoints import end_model_process
+    from mergegate.tasks.models.checkpoints import end_model_process
 
     draw = torch.Generator().manual_seed(0)
     base, *tuned = (load_file(DEMO / "models" / name / "model.safetensors") for name in ("base", "reverser", "shifter"))

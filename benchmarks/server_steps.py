@@ -71,7 +71,7 @@ def skills(model: Path, place: Path) -> str:
 
 def main() -> int:
     """Print the table."""
-    from mergegate.tasks.checkpoints import end_model_process
+    from mergegate.tasks.models.checkpoints import end_model_process
 
     with tempfile.TemporaryDirectory(prefix="mergegate-steps-") as name:
         os.environ["MERGEGATE_HOME"] = str(Path(name) / "home")

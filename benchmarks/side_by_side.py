@@ -56,8 +56,8 @@ def measure(kind: str, workers: int) -> dict[str, Any]:
     with local_api():
         from mergegate.flows import release as module
         from mergegate.flows.profile import load_profile
-        from mergegate.tasks.checkpoints import end_model_process
-        from mergegate.tasks.runners import RunnerSettings
+        from mergegate.tasks.base.runners import RunnerSettings
+        from mergegate.tasks.models.checkpoints import end_model_process
 
         seconds = {}
         assess = module.assess_merge

@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from mergegate.tasks.evaluation.values import interim_looks
-from mergegate.tasks.gate.alarms import ALARM_SHARE, Part
-from mergegate.tasks.gate.power import DrawnDrops, draw, passing_merges
-from mergegate.tasks.gate.sequential import plan_looks
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.suite import TaskDrop, mean_drop
+from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.gate.alarms import ALARM_SHARE, Part
+from mergegate.tasks.quality.gate.power import DrawnDrops, draw, passing_merges
+from mergegate.tasks.quality.gate.sequential import plan_looks
+from mergegate.tasks.quality.gate.settings import Guard
+from mergegate.tasks.quality.gate.suite import TaskDrop, mean_drop
 
 EDGES = (0.0, 0.08, 0.20, 0.40, 1.0)  # shares of the documents, by distance of the reference's margin from zero
 WEIGHTS = np.diff(EDGES)
@@ -60,7 +60,7 @@ class Merge(NamedTuple):
 
 
 class StratifiedDrops(NamedTuple):
-    """Samples of many simulated merges by stratum, in place of ``tasks.gate.power.DrawnDrops``."""
+    """Samples of many simulated merges by stratum, in place of ``gate.power.DrawnDrops``."""
 
     guard: Guard
     strata: tuple[DrawnDrops, ...]

@@ -119,8 +119,8 @@ def measure(place: Path, tasks: Path, method: str, trials: int, threads: int) ->
     """Return the CPU seconds of the parts of a trial and the peak memory, for the first trial and for the others."""
     from mergegate.merge_core import load_recipe
     from mergegate.merge_core.files import HashMemo
-    from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
-    from mergegate.tasks.evaluation import Scoring, pin_task
+    from mergegate.tasks.models.checkpoints import pin_checkpoints, resolve_parents
+    from mergegate.tasks.quality.evaluation import Scoring, pin_task
     from mergegate.tasks.sweep import trial
     from mergegate.tasks.sweep.objective import MetricKey
 

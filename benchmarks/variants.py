@@ -96,10 +96,10 @@ def build_again(profile: Path, content: dict, home: Path, scratch: Path) -> dict
 def build_variants(profile_path: Path, facts: dict) -> None:
     """Build the variants of a stored merge in an empty store, and print digests and CPU seconds as JSON."""
     from mergegate.flows.profile import load_profile
-    from mergegate.tasks.checkpoints import Model
+    from mergegate.tasks.base.stage import separate_store
+    from mergegate.tasks.base.store import Store
     from mergegate.tasks.merge import MERGED, MergeSummary
-    from mergegate.tasks.stage import separate_store
-    from mergegate.tasks.store import Store
+    from mergegate.tasks.models.checkpoints import Model
 
     merge = Store(Path(facts["home"]) / "store").open("merge", facts["key"], MergeSummary)
     files = tuple(sorted(merge.files.items()))
@@ -183,7 +183,7 @@ def counts(gate: dict) -> tuple[int, int, int]:
 
 def interval(lost: int, won: int, n: int) -> tuple[float, float]:
     """Return the bounds of the drop as the gate computes them, in [-1, 1]."""
-    from mergegate.tasks.gate.statistics import binary_bounds
+    from mergegate.tasks.quality.gate.statistics import binary_bounds
 
     low, high = binary_bounds(np.array([float(lost)]), np.array([float(won)]), n, CONFIDENCE)
     return float(low[0]), float(high[0])
@@ -191,9 +191,9 @@ def interval(lost: int, won: int, n: int) -> tuple[float, float]:
 
 def documents(share: float, margin: float) -> int:
     """Return how many documents an equally good variant needs to pass with probability 0.8, to two digits."""
-    from mergegate.tasks.gate.power import PlannedTask, publication_chance
-    from mergegate.tasks.gate.settings import GateRule, Guard
-    from mergegate.tasks.gate.statistics import POWER
+    from mergegate.tasks.quality.gate.power import PlannedTask, publication_chance
+    from mergegate.tasks.quality.gate.settings import GateRule, Guard
+    from mergegate.tasks.quality.gate.statistics import POWER
 
     guard = Guard(task="task", guarded_by="merge", max_drop=margin, margin=margin)
 

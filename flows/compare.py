@@ -24,19 +24,19 @@ from mergegate.flows.preflight import kind_demands, pin_profile_evidence
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.architecture import kind_of_directory
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.runners import open_runner
+from mergegate.tasks.base.stage import store, versions
+from mergegate.tasks.models.checkpoints import (
     ResolvedCheckpoint,
     apply_adapters,
     fetch_weights,
     find_checkpoint,
     pin_checkpoints,
 )
-from mergegate.tasks.evaluation import join_parts, pin_data
-from mergegate.tasks.gate import distinct_guards
 from mergegate.tasks.preflight import kind_findings, stored_dtypes
-from mergegate.tasks.report import Library, ReportContent, ReportedModel, write_report
-from mergegate.tasks.runners import open_runner
-from mergegate.tasks.stage import store, versions
+from mergegate.tasks.quality.evaluation import join_parts, pin_data
+from mergegate.tasks.quality.gate import distinct_guards
+from mergegate.tasks.release.report import Library, ReportContent, ReportedModel, write_report
 
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval")
 _ROLES: tuple[Literal["parent", "merge"], ...] = ("parent", "merge")  # the second checkpoint is judged

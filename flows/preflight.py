@@ -27,38 +27,10 @@ from mergegate.merge_core.errors import (
     worst_first,
 )
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import ResolvedCheckpoint, open_parent, resolve_all_parents, search_parents
-from mergegate.tasks.evaluation import (
-    CalibrationTexts,
-    ContaminatedDocuments,
-    CountLimit,
-    EvalTask,
-    PromptWarning,
-    TaskPreview,
-    TokenizerSource,
-    choose_known_metrics,
-    count_task,
-    data_revisions,
-    find_backend,
-    find_contaminated_documents,
-    find_repetition,
-    preview,
-    repetition_findings,
-    require_examples,
-    resolve_prompt_settings,
-    task_tree,
-)
-from mergegate.tasks.gate import (
-    ALL_PARENTS,
-    PastGuardOutcome,
-    drift_findings,
-    needs_champion,
-    power_findings,
-    reference_findings,
-    wear_findings,
-)
+from mergegate.tasks.base.stage import announce, device_kind, formats_without_units, home, store
+from mergegate.tasks.base.store import StoredValue
 from mergegate.tasks.merge import MergeSettings, numerics
-from mergegate.tasks.perplexity import read_distinct
+from mergegate.tasks.models.checkpoints import ResolvedCheckpoint, open_parent, resolve_all_parents, search_parents
 from mergegate.tasks.preflight import (
     NEXT_TOKENS,
     Comparisons,
@@ -99,14 +71,42 @@ from mergegate.tasks.preflight.licenses import (
     read_known_models,
     read_licenses,
 )
-from mergegate.tasks.publish import expected_signer
-from mergegate.tasks.publish.targets import CredentialUse, check_target
-from mergegate.tasks.report import read_history
-from mergegate.tasks.serve import find_server
-from mergegate.tasks.stage import announce, device_kind, formats_without_units, home, store
-from mergegate.tasks.store import StoredValue
+from mergegate.tasks.quality.evaluation import (
+    CalibrationTexts,
+    ContaminatedDocuments,
+    CountLimit,
+    EvalTask,
+    PromptWarning,
+    TaskPreview,
+    TokenizerSource,
+    choose_known_metrics,
+    count_task,
+    data_revisions,
+    find_backend,
+    find_contaminated_documents,
+    find_repetition,
+    preview,
+    repetition_findings,
+    require_examples,
+    resolve_prompt_settings,
+    task_tree,
+)
+from mergegate.tasks.quality.gate import (
+    ALL_PARENTS,
+    PastGuardOutcome,
+    drift_findings,
+    needs_champion,
+    power_findings,
+    reference_findings,
+    wear_findings,
+)
+from mergegate.tasks.quality.perplexity import read_distinct
+from mergegate.tasks.quality.serve import find_server
+from mergegate.tasks.quality.variants import VariantFormat
+from mergegate.tasks.release.publish import expected_signer
+from mergegate.tasks.release.publish.targets import CredentialUse, check_target
+from mergegate.tasks.release.report import read_history
 from mergegate.tasks.sweep import SweepEvidence, pin_sweep
-from mergegate.tasks.variants import VariantFormat
 
 _READS_TEXTS = "a method that measures the weights on calibration texts"
 # transformers can load a tokenizer from any of these files.

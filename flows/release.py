@@ -56,17 +56,23 @@ from mergegate.flows.outcome import (
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
-from mergegate.tasks.explain import Explanation, explain_merge
-from mergegate.tasks.gate import JudgedSample, needs_champion, record_sample, unselected_scores
+from mergegate.tasks.base.runners import Runner, RunnerSettings, open_runner
+from mergegate.tasks.base.stage import announce, require_work_allowed, runtime, store
+from mergegate.tasks.base.store import Artifact
 from mergegate.tasks.merge import merge, merged_model, numerics, prepare_recipe, select_named_parents, with_new_routers
-from mergegate.tasks.perplexity import Likelihoods, ensemble_likelihoods
+from mergegate.tasks.models.checkpoints import (
+    PinnedCheckpoint,
+    PinnedRecipe,
+    apply_adapters,
+    fetch_weights,
+    pin_checkpoints,
+)
 from mergegate.tasks.preflight import Evidence, with_next_samples
-from mergegate.tasks.publish.releases import load_released_model
-from mergegate.tasks.report import write_report
-from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
-from mergegate.tasks.stage import announce, require_work_allowed, runtime, store
-from mergegate.tasks.store import Artifact
+from mergegate.tasks.quality.gate import JudgedSample, needs_champion, record_sample, unselected_scores
+from mergegate.tasks.quality.perplexity import Likelihoods, ensemble_likelihoods
+from mergegate.tasks.release.explain import Explanation, explain_merge
+from mergegate.tasks.release.publish.releases import load_released_model
+from mergegate.tasks.release.report import write_report
 
 # Judgments of a merge that passed the gate, in order. After a refusal, the others are skipped. A judge costs money and
 # a server costs minutes, so they run only for a merge that would be published.

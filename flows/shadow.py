@@ -29,11 +29,11 @@ from mergegate.flows.prefect_api import ApprovalRequest, request_decision
 from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.shadow_watch import Watch, open_watch
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.publish import PendingRelease
-from mergegate.tasks.report import ShadowContent, shadow_rows, shadow_sentence
+from mergegate.tasks.base.stage import announce
+from mergegate.tasks.base.store import digest
+from mergegate.tasks.release.publish import PendingRelease
+from mergegate.tasks.release.report import ShadowContent, shadow_rows, shadow_sentence
 from mergegate.tasks.shadow import read_routing, routing_file, write_routing
-from mergegate.tasks.stage import announce
-from mergegate.tasks.store import digest
 
 FinalState = Literal["promoted", "rolled back", "killed"]
 """How a shadow test can end."""

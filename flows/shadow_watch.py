@@ -24,8 +24,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import Damaged, read_state, state_directory, write_state
-from mergegate.tasks.judge import Judgment
-from mergegate.tasks.report import LostExample, ReportedArm, ShadowContent, ShadowPoint
+from mergegate.tasks.base.stage import advance, announce, report_stage
+from mergegate.tasks.quality.judge import Judgment
+from mergegate.tasks.release.report import LostExample, ReportedArm, ShadowContent, ShadowPoint
 from mergegate.tasks.shadow import (
     ArmSummary,
     JudgedPair,
@@ -48,7 +49,6 @@ from mergegate.tasks.shadow import (
     store_lost_pairs,
 )
 from mergegate.tasks.shadow.traffic import Records, open_records
-from mergegate.tasks.stage import advance, announce, report_stage
 
 _DAY_S = 86400.0
 _ARMS_PERIOD_S = 7 * _DAY_S

@@ -25,9 +25,9 @@ from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.release import make_release
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import state_directory, write_state
-from mergegate.tasks.report import sweep_content, sweep_sentence
-from mergegate.tasks.runners import open_runner
-from mergegate.tasks.stage import announce, home, versions
+from mergegate.tasks.base.runners import open_runner
+from mergegate.tasks.base.stage import announce, home, versions
+from mergegate.tasks.release.report import sweep_content, sweep_sentence
 from mergegate.tasks.sweep import Confirmation, open_view, parameter_importances, relocate_recipe, study_key
 
 

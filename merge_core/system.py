@@ -3,7 +3,7 @@
 The fallbacks give the same results. On systems without a call (macOS, the BSDs), read-ahead is shorter, a full disk is
 only detected while writing, and intermediate results of a chain of merges are in a temporary file instead of memory.
 Features that need Linux and have no fallback are refused when a child process starts
-(``tasks/sandbox/supervision.py``).
+(``tasks/base/sandbox/supervision.py``).
 """
 
 from __future__ import annotations

@@ -47,11 +47,11 @@ if TYPE_CHECKING:  # the aliases tell type checkers that the names are public
     from mergegate.merge_core.errors import Refused as Refused
     from mergegate.results import MergeResult as MergeResult
     from mergegate.results import RunResult as RunResult
-    from mergegate.tasks.explain import Remedy as Remedy
-    from mergegate.tasks.gate import GuardVerdict as GuardVerdict
-    from mergegate.tasks.publish.releases import ReproducedRelease as ReproducedRelease
-    from mergegate.tasks.publish.releases import VerifiedRelease as VerifiedRelease
-    from mergegate.tasks.stage import StageEnd as StageEnd
+    from mergegate.tasks.base.stage import StageEnd as StageEnd
+    from mergegate.tasks.quality.gate import GuardVerdict as GuardVerdict
+    from mergegate.tasks.release.explain import Remedy as Remedy
+    from mergegate.tasks.release.publish.releases import ReproducedRelease as ReproducedRelease
+    from mergegate.tasks.release.publish.releases import VerifiedRelease as VerifiedRelease
 
 # Public name → the module that defines it.
 _HOMES = {
@@ -60,14 +60,14 @@ _HOMES = {
     **dict.fromkeys(("MergeResult", "RunResult"), "results"),
     **dict.fromkeys(("CannotDecide", "ChangedInput", "DiskUnavailable", "Finding"), "merge_core.errors"),
     **dict.fromkeys(("InvalidInput", "MergegateError", "OutOfTime", "Refused"), "merge_core.errors"),
-    **dict.fromkeys(("ReproducedRelease", "VerifiedRelease"), "tasks.publish.releases"),
+    **dict.fromkeys(("ReproducedRelease", "VerifiedRelease"), "tasks.release.publish.releases"),
     "CheckReport": "flows.operations.check",
     "ExportResult": "flows.operations.releases",
-    "GuardVerdict": "tasks.gate",
+    "GuardVerdict": "tasks.quality.gate",
     "MergeForecast": "flows.operations.plan",
     "Profile": "flows.profile",
-    "Remedy": "tasks.explain",
-    "StageEnd": "tasks.stage",
+    "Remedy": "tasks.release.explain",
+    "StageEnd": "tasks.base.stage",
 }
 
 __all__ = sorted(_HOMES)

@@ -54,8 +54,8 @@ from mergegate.flows.profile import load_profile as read_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_path
 from mergegate.results import MergeResult, RunResult
-from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease, check_release
-from mergegate.tasks.publish.targets import find_release
+from mergegate.tasks.release.publish.releases import ReproducedRelease, VerifiedRelease, check_release
+from mergegate.tasks.release.publish.targets import find_release
 
 FilePath: TypeAlias = str | os.PathLike[str]
 Overrides: TypeAlias = Mapping[str, Any] | Sequence[str]

@@ -14,11 +14,11 @@ from mergegate.flows.operations.summary import outcome_json, print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.merge_core.errors import Finding, Status
 from mergegate.merge_core.wording import format_bytes, format_duration
-from mergegate.tasks.explain import Remedy
-from mergegate.tasks.gate import GuardVerdict
-from mergegate.tasks.report import final_table
-from mergegate.tasks.stage import Outcome, StageEnd
-from mergegate.tasks.variants import VariantVerdict
+from mergegate.tasks.base.stage import Outcome, StageEnd
+from mergegate.tasks.quality.gate import GuardVerdict
+from mergegate.tasks.quality.variants import VariantVerdict
+from mergegate.tasks.release.explain import Remedy
+from mergegate.tasks.release.report import final_table
 
 # Colors that are readable on the light and on the dark background of a notebook.
 _COLORS: Mapping[Outcome | None, str] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.tasks.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
+from mergegate.tasks.base.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
 
 
 @cache

@@ -30,10 +30,10 @@ from kept import kept
 
 from mergegate.flows.prefect_api import configure, local_api
 from mergegate.merge_core.files import state_directory
-from mergegate.tasks.checkpoints import model_process, project_access
+from mergegate.tasks.models.checkpoints import model_process, project_access
 
 if TYPE_CHECKING:
-    from mergegate.tasks.variants import VariantFormat
+    from mergegate.tasks.quality.variants import VariantFormat
 
 # Keep compiled modules, as the Makefile does. Otherwise each process would compile all modules and tests again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

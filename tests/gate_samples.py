@@ -7,16 +7,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mergegate.tasks.evaluation.scoring import document_scores
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, PairedScores
-from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
-from mergegate.tasks.gate import GatePlan, GateRule, GateVerdict, Guard, GuardVerdict, gate
-from mergegate.tasks.gate.drift import ModelLikelihoods
-from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
-from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement
-from mergegate.tasks.perplexity.stage import LIKELIHOODS_FILE, Likelihoods, total_likelihood, write_documents
-from mergegate.tasks.store.store import Artifact
+from mergegate.tasks.base.store.store import Artifact
+from mergegate.tasks.quality.evaluation.scoring import document_scores
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScore
+from mergegate.tasks.quality.gate import GatePlan, GateRule, GateVerdict, Guard, GuardVerdict, gate
+from mergegate.tasks.quality.gate.drift import ModelLikelihoods
+from mergegate.tasks.quality.gate.evidence import GuardEvidence, measure_guard
+from mergegate.tasks.quality.gate.regression import judge_guards
+from mergegate.tasks.quality.perplexity.measurement import DocumentLikelihood, TextMeasurement
+from mergegate.tasks.quality.perplexity.stage import LIKELIHOODS_FILE, Likelihoods, total_likelihood, write_documents
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
 MEASUREMENTS = Path(__file__).resolve().parents[1] / "dev" / "measurements"

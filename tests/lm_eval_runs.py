@@ -10,7 +10,7 @@ from unittest import mock
 
 import yaml
 
-from mergegate.tasks.evaluation.definitions.tree import task_tree
+from mergegate.tasks.quality.evaluation.definitions.tree import task_tree
 
 # Fields that are not read from lm-eval's files.
 UNWRITTEN: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(

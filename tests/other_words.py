@@ -17,8 +17,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-_WRITERS = ("mergegate.tasks.gate", "mergegate.tasks.publish", "mergegate.tasks.merge", "mergegate.tasks.report")
-_FORMATS = "mergegate.tasks.publish.content"  # names of files, and the words by which ``verify`` finds a statement
+_TASKS = "mergegate.tasks"
+_WRITERS = (f"{_TASKS}.quality.gate", f"{_TASKS}.release.publish", f"{_TASKS}.merge", f"{_TASKS}.release.report")
+# Names of files, and the words by which ``verify`` finds a statement.
+_FORMATS = f"{_TASKS}.release.publish.content"
 
 
 class OtherWords(ast.NodeTransformer):
@@ -59,11 +61,11 @@ def read_with_other_words(*directories: Path | str) -> list[dict[str, Any]]:
 
 def _read(directory: Path) -> dict[str, Any]:
     """Verify a release with its verdicts, or decide again from evidence. Both fail if the words make a difference."""
-    from mergegate.tasks.gate import VerdictRecord, compare_verdicts, decide_again, plain_verdict
-    from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, EVIDENCE_TABLES
     from mergegate.tasks.merge import WeightComparison
-    from mergegate.tasks.publish.releases import check_release, recompute
-    from mergegate.tasks.publish.targets.directory import DirectoryRelease
+    from mergegate.tasks.quality.gate import VerdictRecord, compare_verdicts, decide_again, plain_verdict
+    from mergegate.tasks.quality.gate.verdict_record import EVIDENCE_RECORD, EVIDENCE_TABLES
+    from mergegate.tasks.release.publish.releases import check_release, recompute
+    from mergegate.tasks.release.publish.targets.directory import DirectoryRelease
 
     here = {**recompute.versions_here(), "mergegate": "another"}
     recompute.versions_here = lambda: here

@@ -4,7 +4,7 @@ The patterns below are turns of phrase that well-kept projects hardly use: 5 to 
 Prefect, httpx, huggingface_hub, PEFT, Optuna and Dask match one of them. A match is a hint, not a verdict: rewrite the
 sentence instead of dodging the pattern.
 
-Run ``python tests/prose.py tasks/gate docs/how-to README.md`` to list the matches below some paths, or without
+Run ``python tests/prose.py tasks/quality/gate docs/how-to README.md`` to list the matches below some paths, or without
 arguments for a table of all packages and the docs.
 
 The kind ``text`` is every other string of at least four words in the product (lines that a run prints, sentences of

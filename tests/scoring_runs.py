@@ -16,15 +16,15 @@ import yaml
 from tiny_models import write_jsonl
 
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_process import end_model_process
-from mergegate.tasks.evaluation.backends import added_backends
-from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.harness import ScoringJob, score_documents
-from mergegate.tasks.evaluation.scoring.loading import inspect_data
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.values import DocumentRange
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model_process import end_model_process
+from mergegate.tasks.quality.evaluation.backends import added_backends
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_documents
+from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.evaluation.values import DocumentRange
 
 A = TypeVar("A")
 

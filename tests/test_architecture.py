@@ -1,7 +1,7 @@
 """Architecture rules: imports only point down, no cycles, packages are used through their exports, names are unique.
 
-A *component* is a direct child of a layer: a file, or a package with everything in it. The page
-``dev/architecture.md`` draws the components; these tests read the imports.
+A *component* is a direct child of a layer or of a wing of ``tasks/``: a file, or a package with everything in it. The
+page ``dev/architecture.md`` draws the components; these tests read the imports.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ NAMESPACE = "mergegate."
 LAYERS = ("merge_core", "tasks", "flows")  # from the lowest up
 MAX_COMPONENTS = 47
 MAX_TASK_PACKAGES = 22
+WINGS = {"tasks.base", "tasks.models", "tasks.quality", "tasks.release"}  # folders of components
+MAX_GROUPS = MAX_FLOORS = 8  # of tasks/: its wings, and the packages beside them
 # Its front would import every operation, but a command needs one and must start fast. So each of its files is public.
 WITHOUT_FRONT = "flows.operations"
 
@@ -103,7 +105,8 @@ def exports(package: str) -> set[str]:
 
 
 def component(module: str) -> str:
-    return ".".join(module.split(".")[:2])
+    parts = module.split(".")
+    return ".".join(parts[: 3 if ".".join(parts[:2]) in WINGS else 2])
 
 
 def third_party(module: str) -> set[str]:
@@ -128,7 +131,7 @@ def test_packages_are_imported_through_their_exports() -> None:
     """Other components may not import a file inside a package, or a name that the package does not export."""
     past = []
     for one in imports():
-        if component(one.module) in (component(one.importer), WITHOUT_FRONT) or one.module in LAYERS:
+        if component(one.module) in (component(one.importer), WITHOUT_FRONT) or one.module in (*LAYERS, *WINGS):
             continue
         if one.module not in PACKAGES and component(one.module) != one.module:
             past.append(f"{one.importer}: {one.module} is a file of a package")
@@ -141,10 +144,10 @@ def test_packages_are_imported_through_their_exports() -> None:
 
 def component_graph() -> dict[str, set[str]]:
     """Return the components that each component imports, including imports for types only."""
-    found: dict[str, set[str]] = {component(module): set() for module in MODULES if module not in LAYERS}
+    found: dict[str, set[str]] = {component(module): set() for module in MODULES if module not in (*LAYERS, *WINGS)}
     for one in imports():
         inside, there = component(one.importer), component(target(one))
-        if one.importer in LAYERS or there in LAYERS or inside == there:
+        if {inside, there} & {*LAYERS, *WINGS} or inside == there:
             continue
         found[inside].add(there)
     return found
@@ -184,15 +187,33 @@ def test_components_and_files_have_no_import_cycle() -> None:
     assert cycle_in(component_graph()) == cycle_in(file_graph()) == []
 
 
+def floor(name: str, graph: Mapping[str, set[str]]) -> int:
+    """Return the length of the longest way down, counted from 1."""
+    return 1 + max((floor(below, graph) for below in graph[name]), default=0)
+
+
+def test_tasks_has_few_groups_on_few_floors() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for one in imports():
+        inside, there = (".".join(module.split(".")[:2]) for module in (one.importer, target(one)))
+        if inside.startswith("tasks.") and there.startswith("tasks."):
+            graph[inside] |= {there} - {inside}
+            graph[there] |= set()
+    assert cycle_in(graph) == []
+    assert set(graph) > WINGS
+    assert len(graph) <= MAX_GROUPS
+    assert max(floor(name, graph) for name in list(graph)) <= MAX_FLOORS
+
+
 def test_the_number_of_components_is_limited() -> None:
-    components = {component(module) for module in MODULES if module not in LAYERS}
+    components = {component(module) for module in MODULES if module not in (*LAYERS, *WINGS)}
     assert len(components) <= MAX_COMPONENTS, sorted(components)
     assert len([one for one in components if one.startswith("tasks.")]) <= MAX_TASK_PACKAGES
 
 
 def test_the_architecture_page_draws_every_component() -> None:
     drawn = (PROJECT / "dev" / "architecture.md").read_text()
-    components = {component(module).partition(".")[2] for module in MODULES if module not in LAYERS}
+    components = {component(module).rpartition(".")[2] for module in MODULES if module not in (*LAYERS, *WINGS)}
     assert sorted(one for one in components if one not in drawn) == []
 
 
@@ -201,7 +222,7 @@ def test_every_package_has_a_docstring_and_exports_only_what_others_use() -> Non
     folders = ("tests", "benchmarks", "tools")
     texts = (file.read_text() for folder in folders for file in (PROJECT / folder).rglob("*.py"))
     words = {word for text in texts for word in re.findall(r"\w+", text)}
-    for package in sorted(PACKAGES - set(LAYERS)):
+    for package in sorted(PACKAGES - set(LAYERS) - WINGS):
         assert ast.get_docstring(tree(package)), package
         if package not in ("flows.cli", "merge_core.methods.kernels"):  # A program, and a namespace.
             assert [name for name in exports(package) - words if (package, name) not in used] == [], package
@@ -243,7 +264,9 @@ EVERY_PACKAGE = tuple(sorted(PACKAGES - {"flows", "merge_core.methods.kernels"})
     [
         (("flows.cli",), (*LIBRARIES, "pydantic")),
         pytest.param(
-            ("flows.operations.merge",), (*LIBRARIES, f"{NAMESPACE}tasks.evaluation.stage"), marks=pytest.mark.story
+            ("flows.operations.merge",),
+            (*LIBRARIES, f"{NAMESPACE}tasks.quality.evaluation.stage"),
+            marks=pytest.mark.story,
         ),
         pytest.param(("flows.preflight", *EVERY_PACKAGE), LIBRARIES, marks=pytest.mark.story),
     ],
@@ -283,26 +306,27 @@ def test_every_exported_name_exists() -> None:
 _READERS = {
     "files that mergegate wrote": (
         "flows.cli.init flows.outcome.run_outcome merge_core.checkpoint.measurements "
-        "merge_core.engine.forecast.probe tasks.judge.answers tasks.judge.stage tasks.serve.process "
-        "tasks.store.shared tasks.telemetry.metrics tasks.variants.quantize_child"
+        "merge_core.engine.forecast.probe tasks.quality.judge.answers tasks.quality.judge.stage "
+        "tasks.quality.serve.process tasks.base.store.shared tasks.release.telemetry.metrics "
+        "tasks.quality.variants.quantize_child"
     ),
     "files that are installed with mergegate or a library": (
-        "merge_core.architecture.conversions merge_core.architecture.families "
-        "merge_core.methods.kernel_cache tasks.evaluation.definitions.tree tasks.preflight.licenses.table "
-        "tasks.report.page"
+        "merge_core.architecture.conversions merge_core.architecture.families merge_core.methods.kernel_cache "
+        "tasks.quality.evaluation.definitions.tree tasks.preflight.licenses.table tasks.release.report.page"
     ),
-    "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
+    "/proc, /sys and devices": "merge_core.system tasks.base.sandbox.gpu_lock tasks.base.sandbox.supervision",
     "weights or release files, which were opened or hashed as plain files before": (
-        "tasks.publish.content tasks.publish.public_names tasks.publish.targets.s3_access tasks.serve.static_checks"
+        "tasks.release.publish.content tasks.release.publish.public_names tasks.release.publish.targets.s3_access "
+        "tasks.quality.serve.static_checks"
     ),
     "the standard streams of this process": "flows.cli.streams",
     "the mark of a partial directory, whose size is checked first": "merge_core.files.new_directory",
     "a descriptor of the bounded opener": "merge_core.parsing.json_text",
     "it checks first that the path names a plain file": "merge_core.files.hashing",
-    "files of the Hub's cache, which are compared with the Hub's hashes": "tasks.checkpoints.parent_weights",
-    "a file of the target with the size of ours": "tasks.publish.stage",
-    "a file that was downloaded into a directory of its own": "tasks.publish.targets.hub",
-    "the converter's code, and files that this stage wrote": "tasks.variants.gguf_conversion",
+    "files of the Hub's cache, which are compared with the Hub's hashes": "tasks.models.checkpoints.parent_weights",
+    "a file of the target with the size of ours": "tasks.release.publish.stage",
+    "a file that was downloaded into a directory of its own": "tasks.release.publish.targets.hub",
+    "the converter's code, and files that this stage wrote": "tasks.quality.variants.gguf_conversion",
 }
 UNBOUNDED_READERS = {module: reason for reason, modules in _READERS.items() for module in modules.split()}
 

@@ -12,8 +12,8 @@ import loopback
 import pytest
 from loopback import FakeServer, answering
 
-from mergegate.tasks.checkpoints.hub.access import LOOK_AGAIN_STATUSES, is_retryable
-from mergegate.tasks.http import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retry_transient
+from mergegate.tasks.base.http import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retry_transient
+from mergegate.tasks.models.checkpoints.hub.access import LOOK_AGAIN_STATUSES, is_retryable
 
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY")
 SECRET = "sesame-open"

@@ -45,7 +45,7 @@ PARAMETERS = {
     "left": "one side, next to `right`",
 }
 FUNCTIONS = {"compiled": "a decorator reads as an adjective: @compiled"}
-MODULE_NAMES = {"shared": "tasks.store.shared: the package is its noun"}
+MODULE_NAMES = {"shared": "tasks.base.store.shared: the package is its noun"}
 
 
 def is_bare(name: str) -> bool:

@@ -20,21 +20,21 @@ FLOORS = ("merge_core", "tasks", "flows")
 # Files that may use Linux-only features, and why.
 LINUX = {
     "merge_core/system.py": "what merging takes of it, each with what stands in for it; what its kernel says",
-    "tasks/sandbox/supervision.py": "run by path with a bare interpreter; refused elsewhere before it is started",
-    "tasks/sandbox/confinement.py": "loaded by path, by that",
-    "tasks/sandbox/program_child.py": "run by path in a confined process",
-    "tasks/sandbox/programs.py": "what such a process may read",
-    "tasks/sandbox/gpu_lock.py": "NVIDIA's driver, which names its devices under /proc",
+    "tasks/base/sandbox/supervision.py": "run by path with a bare interpreter; refused elsewhere before it is started",
+    "tasks/base/sandbox/confinement.py": "loaded by path, by that",
+    "tasks/base/sandbox/program_child.py": "run by path in a confined process",
+    "tasks/base/sandbox/programs.py": "what such a process may read",
+    "tasks/base/sandbox/gpu_lock.py": "NVIDIA's driver, which names its devices under /proc",
 }
 # Features that every POSIX system has and Windows lacks, per file, so that a new use is reviewed.
 POSIX = {
     "flows/cli/streams.py": {"signal.SIGPIPE"},
     "merge_core/files/locks.py": {"fcntl", "os.geteuid"},
     "merge_core/files/state.py": {"os.geteuid"},
-    "tasks/stage/limits.py": {"signal.ITIMER_REAL", "signal.SIGALRM", "signal.setitimer"},
-    "tasks/checkpoints/model_process.py": {"pass_fds", "signal.SIGKILL"},
-    "tasks/llama_cpp/client.py": {"pass_fds", "signal.SIGKILL"},
-    "tasks/variants/compressed_tensors.py": {"signal.SIGKILL"},
+    "tasks/base/stage/limits.py": {"signal.ITIMER_REAL", "signal.SIGALRM", "signal.setitimer"},
+    "tasks/models/checkpoints/model_process.py": {"pass_fds", "signal.SIGKILL"},
+    "tasks/models/llama_cpp/client.py": {"pass_fds", "signal.SIGKILL"},
+    "tasks/quality/variants/compressed_tensors.py": {"signal.SIGKILL"},
 }
 LINUX_MODULES = {"resource", "ctypes", "pty", "syslog", "spwd"}  # The limits of `resource` differ on other systems.
 POSIX_MODULES = {"fcntl", "pwd", "grp", "termios", "tty"}
@@ -44,7 +44,7 @@ POSIX_NAMES |= {"os.getloadavg", "os.waitid", "os.WNOHANG", "os.getppid"}
 POSIX_KEYWORDS = {"preexec_fn", "pass_fds", "start_new_session", "process_group", "dir_fd"}
 SIGNALS = {"SIGINT", "SIGTERM", "SIG_DFL", "SIG_IGN", "signal", "Signals", "getsignal"}  # Available on every system.
 # torch, GPUs and llama.cpp are queried through C libraries that any system may have.
-CTYPES_TOO = {"merge_core/engine/devices.py": {"ctypes"}, "tasks/llama_cpp/child.py": {"ctypes"}}
+CTYPES_TOO = {"merge_core/engine/devices.py": {"ctypes"}, "tasks/models/llama_cpp/child.py": {"ctypes"}}
 
 # Functions that Python offers on Linux but not on macOS.
 ABSENT = (

@@ -13,10 +13,10 @@ from samples import sampled
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks import checkpoints
-from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
-from mergegate.tasks.serve.answers import Reference, ReferenceRequest, make_reference
-from mergegate.tasks.store import digest
+from mergegate.tasks.base.store import digest
+from mergegate.tasks.models import checkpoints
+from mergegate.tasks.models.checkpoints.hub.snapshot import Snapshot
+from mergegate.tasks.quality.serve.answers import Reference, ReferenceRequest, make_reference
 
 DEMO = Path(__file__).resolve().parents[1] / "profiles" / "demo" / "models" / "base"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.stage.environment import Runtime
+from mergegate.tasks.base.stage.environment import Runtime
+from mergegate.tasks.models.checkpoints.model import Model
 
 # Kernels take microseconds, so a second thread only waits, for a long time if the cores are shared.
 torch.set_num_threads(1)

@@ -15,8 +15,8 @@ from patience import HANG_S
 from tiny_models import words, write_choices
 
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
-from mergegate.tasks.evaluation.values import order_documents
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.values import order_documents
 
 PROJECT = Path(__file__).resolve().parents[1]
 

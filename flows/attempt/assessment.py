@@ -14,8 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from mergegate.merge_core.architecture import kind_of_directory
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, QuantizedModel
-from mergegate.tasks.evaluation import (
+from mergegate.tasks.base.runners import Runner, local_runner
+from mergegate.tasks.base.stage import runtime
+from mergegate.tasks.base.store import Artifact, StoredValue
+from mergegate.tasks.merge import find_copied_parent
+from mergegate.tasks.models.checkpoints import Model, PinnedCheckpoint, QuantizedModel
+from mergegate.tasks.preflight import Evidence, plan_interim_looks, planned_tasks
+from mergegate.tasks.quality.evaluation import (
     EvalTask,
     Scores,
     count_missing_documents,
@@ -26,7 +31,7 @@ from mergegate.tasks.evaluation import (
     lengthen_answers,
     pin_data,
 )
-from mergegate.tasks.gate import (
+from mergegate.tasks.quality.gate import (
     ANCHOR,
     RELEASES,
     GateInputs,
@@ -45,12 +50,7 @@ from mergegate.tasks.gate import (
     tasks_with_short_answers,
     undecided_tasks,
 )
-from mergegate.tasks.merge import find_copied_parent
-from mergegate.tasks.perplexity import Likelihoods, perplexity
-from mergegate.tasks.preflight import Evidence, plan_interim_looks, planned_tasks
-from mergegate.tasks.runners import Runner, local_runner
-from mergegate.tasks.stage import runtime
-from mergegate.tasks.store import Artifact, StoredValue
+from mergegate.tasks.quality.perplexity import Likelihoods, perplexity
 
 # Scores by model name: one artifact for each part of a task that was evaluated.
 AllScores = dict[str, list[Artifact[Scores]]]

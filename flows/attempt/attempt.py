@@ -16,18 +16,27 @@ from mergegate.flows.preflight import ClearedCandidate, clear_further
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, MergegateError, Refused
 from mergegate.merge_core.parsing import parse_yaml
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
-from mergegate.tasks.explain import Explanation, Remedy, drop_tried_remedies, normalize_recipe
-from mergegate.tasks.judge import judge_models
+from mergegate.tasks.base.stage import (
+    JointVerdict,
+    Outcome,
+    Verdict,
+    announce,
+    combine_verdicts,
+    home,
+    runtime,
+    severity,
+)
+from mergegate.tasks.base.store import Artifact
 from mergegate.tasks.merge import MergeSummary
-from mergegate.tasks.perplexity import Likelihoods
+from mergegate.tasks.models.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.preflight import Evidence
-from mergegate.tasks.publish.releases import ReleasedModel
-from mergegate.tasks.report import read_history
-from mergegate.tasks.serve import serve_models
-from mergegate.tasks.stage import JointVerdict, Outcome, Verdict, announce, combine_verdicts, home, runtime, severity
-from mergegate.tasks.store import Artifact
-from mergegate.tasks.variants import VariantFormat, VariantRecord, VariantVerdict
+from mergegate.tasks.quality.judge import judge_models
+from mergegate.tasks.quality.perplexity import Likelihoods
+from mergegate.tasks.quality.serve import serve_models
+from mergegate.tasks.quality.variants import VariantFormat, VariantRecord, VariantVerdict
+from mergegate.tasks.release.explain import Explanation, Remedy, drop_tried_remedies, normalize_recipe
+from mergegate.tasks.release.publish.releases import ReleasedModel
+from mergegate.tasks.release.report import read_history
 
 E = TypeVar("E", bound=BaseModel)
 

@@ -21,12 +21,12 @@ from mergegate.flows.profile import Profile
 from mergegate.merge_core import plan_merge
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, MergegateError
 from mergegate.merge_core.system import cores_of_process
-from mergegate.tasks.checkpoints import fetch_weights, pin_checkpoints
+from mergegate.tasks.base.runners import Runner
+from mergegate.tasks.base.stage import announce, describe_progress, report_stage, require_work_allowed, runtime, store
 from mergegate.tasks.merge import numerics, prepare_recipe
-from mergegate.tasks.perplexity import WindowSettings
-from mergegate.tasks.report import search_line
-from mergegate.tasks.runners import Runner
-from mergegate.tasks.stage import announce, describe_progress, report_stage, require_work_allowed, runtime, store
+from mergegate.tasks.models.checkpoints import fetch_weights, pin_checkpoints
+from mergegate.tasks.quality.perplexity import WindowSettings
+from mergegate.tasks.release.report import search_line
 from mergegate.tasks.sweep import (
     Confirmation,
     HandWritten,

@@ -14,16 +14,16 @@ from functools import cache, partial
 from mergegate.flows.attempt.assessment import Assessment, assess_merge
 from mergegate.flows.attempt.attempt import JudgedMerge, JudgedVariant
 from mergegate.merge_core.errors import CannotDecide, MergegateError
-from mergegate.tasks.checkpoints import QuantizedModel
-from mergegate.tasks.evaluation import CountLimit, TokenizerSource, task_prompts
+from mergegate.tasks.base.runners import Runner
+from mergegate.tasks.base.stage import announce
+from mergegate.tasks.base.store import Artifact, StoredValue
 from mergegate.tasks.merge import MERGED
-from mergegate.tasks.perplexity import read_distinct
+from mergegate.tasks.models.checkpoints import QuantizedModel
 from mergegate.tasks.preflight import evidence_for_variant
-from mergegate.tasks.runners import Runner
-from mergegate.tasks.serve import Check
-from mergegate.tasks.stage import announce
-from mergegate.tasks.store import Artifact, StoredValue
-from mergegate.tasks.variants import ConversionCheck, VariantFormat, VariantRecord, VariantVerdict
+from mergegate.tasks.quality.evaluation import CountLimit, TokenizerSource, task_prompts
+from mergegate.tasks.quality.perplexity import read_distinct
+from mergegate.tasks.quality.serve import Check
+from mergegate.tasks.quality.variants import ConversionCheck, VariantFormat, VariantRecord, VariantVerdict
 
 _TEXTS = 200  # held-out documents, and documents of each task, with which a conversion is compared
 

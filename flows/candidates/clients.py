@@ -34,7 +34,7 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
 from mergegate.merge_core.parsing import read_plain, read_yaml
 from mergegate.merge_core.recipe import CLIENT_KEYS, expand_user_path, parse_reference
-from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, files_digest, read_card
+from mergegate.tasks.models.checkpoints import adapter_files_digest, checkpoint_digest, files_digest, read_card
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def client_round(
             digest = digest_of(path)
             count: Any = samples.get(name)
             if count is None:
-                from mergegate.tasks.publish import CARD  # Imported late, because most commands need no publication.
+                from mergegate.tasks.release.publish import (
+                    CARD,  # Imported late, because most commands need no publication.
+                )
 
                 card = read_card(path)
                 if card.problem and "samples" not in card.metadata:
@@ -263,7 +265,7 @@ def used_digests(last_release: Path) -> frozenset[str]:
 
 def last_recipe(last_release: Path) -> tuple[Mapping[str, Any], ...]:
     """Return the documents of a release's recipe."""
-    from mergegate.tasks.publish import RECIPE  # Imported late, because 'mergegate merge' needs no publication.
+    from mergegate.tasks.release.publish import RECIPE  # Imported late, because 'mergegate merge' needs no publication.
 
     documents = read_yaml(last_release / RECIPE, "the recipe of the last release")
     mappings = tuple(document for document in documents if isinstance(document, Mapping))
@@ -277,7 +279,7 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
 
     Models on the Hub count as unchanged. A release without readable provenance counts as reproducible.
     """
-    from mergegate.tasks.publish import PROVENANCE
+    from mergegate.tasks.release.publish import PROVENANCE
 
     def is_unchanged(parent: Mapping[str, Any]) -> bool:
         notes, digest = parent.get("annotations", {}), parent["digest"]
@@ -303,7 +305,7 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
 
 def _parents_of(last_release: Path) -> Any:
     """Return the models that a release was built from, as its provenance lists them."""
-    from mergegate.tasks.publish import PROVENANCE, read_document
+    from mergegate.tasks.release.publish import PROVENANCE, read_document
 
     document = read_document(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)
     return document["predicate"]["buildDefinition"]["resolvedDependencies"]

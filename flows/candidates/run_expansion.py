@@ -38,7 +38,7 @@ from mergegate.merge_core.recipe import (
     steps_in_names,
     tokens_in_name,
 )
-from mergegate.tasks.checkpoints.hub import RevisionList, list_revisions
+from mergegate.tasks.models.checkpoints.hub import RevisionList, list_revisions
 
 _CONFIG = "config.json"
 _TRAINER_STATE = "trainer_state.json"

@@ -22,7 +22,7 @@ from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.methods import Method, find_method, merge_methods
 from mergegate.merge_core.parsing import flow_yaml
 from mergegate.merge_core.recipe import expand_user_path
-from mergegate.tasks.checkpoints import ResolvedCheckpoint
+from mergegate.tasks.models.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.preflight import EXAMPLES, describe_judging
 
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"

@@ -18,7 +18,9 @@ from mergegate.flows.operations.gate import judge_results, load_guards
 from mergegate.flows.operations.summary import print_outcome
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.stage import device_kind, home, store
+from mergegate.tasks.base.store import digest
+from mergegate.tasks.models.checkpoints import (
     Model,
     PinnedCheckpoint,
     apply_adapters_outside_flow,
@@ -26,8 +28,8 @@ from mergegate.tasks.checkpoints import (
     find_checkpoint,
     pin_checkpoints,
 )
-from mergegate.tasks.evaluation import FetchedDataset, TaskDataset, fetch_datasets, require_supported
-from mergegate.tasks.serve import (
+from mergegate.tasks.quality.evaluation import FetchedDataset, TaskDataset, fetch_datasets, require_supported
+from mergegate.tasks.quality.serve import (
     STEPS,
     RunningServer,
     ServeSettings,
@@ -37,8 +39,6 @@ from mergegate.tasks.serve import (
     smoke_checkpoint,
     smoke_url,
 )
-from mergegate.tasks.stage import device_kind, home, store
-from mergegate.tasks.store import digest
 
 
 def gate_command(

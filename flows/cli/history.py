@@ -16,8 +16,15 @@ from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.operations.console import OUTCOME_STYLES, print_answer, short_path
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.wording import format_duration
-from mergegate.tasks.report import RunRecord, file_name, format_run_time, outcome_of_status, read_history, worst_drop
-from mergegate.tasks.stage import home
+from mergegate.tasks.base.stage import home
+from mergegate.tasks.release.report import (
+    RunRecord,
+    file_name,
+    format_run_time,
+    outcome_of_status,
+    read_history,
+    worst_drop,
+)
 
 
 def open_command(

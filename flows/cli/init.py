@@ -47,13 +47,13 @@ from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.merge_core.errors import InvalidInput, MergegateError, escape_invisible, suggest
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.merge_core.recipe import expand_user_path
-from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
-from mergegate.tasks.evaluation import AnyBuiltInTask, pin_built_in, pin_data, pin_task, task_tree
-from mergegate.tasks.gate import LAST_CHECKPOINT
-from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
+from mergegate.tasks.base.stage import home, store
+from mergegate.tasks.models.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
 from mergegate.tasks.preflight import SAMPLE, describe_judging, sample_queries
 from mergegate.tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
-from mergegate.tasks.stage import home, store
+from mergegate.tasks.quality.evaluation import AnyBuiltInTask, pin_built_in, pin_data, pin_task, task_tree
+from mergegate.tasks.quality.gate import LAST_CHECKPOINT
+from mergegate.tasks.quality.perplexity import PerplexitySettings, pin_documents
 
 # Names of held-out texts to look for in the working directory, the new directory and the models' directories.
 _OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"

@@ -15,14 +15,14 @@ from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import new_directory
 from mergegate.merge_core.parsing import require_printable
 from mergegate.merge_core.wording import format_bytes, format_count
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.stage import home, store
+from mergegate.tasks.models.checkpoints import (
     download_snapshots,
     find_checkpoint,
     identify_parents,
     open_parent,
     require_same_files,
 )
-from mergegate.tasks.stage import home, store
 
 _MAX_SHOWN = 5  # modules with the largest errors, or related models
 

@@ -17,9 +17,14 @@ from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_con
 from mergegate.flows.operations.console import print_answer, print_created, print_table, short_path
 from mergegate.flows.operations.releases import export_release, reproduce_release, signer_policy
 from mergegate.merge_core.wording import format_bytes, format_count
-from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
-from mergegate.tasks.publish.releases import RecomputedVerdict, ReproducedRelease, VerifiedRelease, check_release
-from mergegate.tasks.publish.targets import find_release
+from mergegate.tasks.quality.gate import GuardVerdict, SuiteVerdict
+from mergegate.tasks.release.publish.releases import (
+    RecomputedVerdict,
+    ReproducedRelease,
+    VerifiedRelease,
+    check_release,
+)
+from mergegate.tasks.release.publish.targets import find_release
 
 MergeOption = Annotated[
     str | None,

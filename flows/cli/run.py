@@ -27,7 +27,7 @@ from mergegate.flows.operations.run import (
 from mergegate.flows.operations.summary import outcome_json, print_outcome
 from mergegate.flows.profile import RemedyChoice, load_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.stage import home
+from mergegate.tasks.base.stage import home
 from mergegate.tasks.sweep import serve_dashboard
 
 

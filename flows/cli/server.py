@@ -52,9 +52,9 @@ from mergegate.flows.prefect_api import (
 from mergegate.flows.profile import load_profile, profile_name
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.merge_core.wording import format_bytes, format_duration
-from mergegate.tasks.report import format_run_time, outcome_of_status, read_history
-from mergegate.tasks.stage import home, runs_directory
-from mergegate.tasks.store import read_runs, store_bytes
+from mergegate.tasks.base.stage import home, runs_directory
+from mergegate.tasks.base.store import read_runs, store_bytes
+from mergegate.tasks.release.report import format_run_time, outcome_of_status, read_history
 
 _NOT_DEPLOYED = "it is not deployed; deploy it with mergegate deploy"
 _ALL_ADDRESSES = ("0.0.0.0", "::")

@@ -25,7 +25,15 @@ from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.flows.shadow_watch import open_watch, shadow_settings
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused
-from mergegate.tasks.report import ARM_COLUMNS, ShadowContent, arm_cells, shadow_outcome, shadow_rows, shadow_sentence
+from mergegate.tasks.base.stage import home
+from mergegate.tasks.release.report import (
+    ARM_COLUMNS,
+    ShadowContent,
+    arm_cells,
+    shadow_outcome,
+    shadow_rows,
+    shadow_sentence,
+)
 from mergegate.tasks.shadow import FollowedRouting, Routing, read_routing, records_url, routing_file, write_routing
 from mergegate.tasks.shadow.traffic import (
     Recorder,
@@ -37,7 +45,6 @@ from mergegate.tasks.shadow.traffic import (
     read_traffic,
     replay,
 )
-from mergegate.tasks.stage import home
 
 _STOP_S = 5
 # Longer than clients keep a connection, because the server must not close one that a client is about to reuse.

@@ -33,8 +33,8 @@ from mergegate.flows.operations.console import print_answer
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import ASIDE
 from mergegate.merge_core.wording import format_bytes, parse_bytes
-from mergegate.tasks.stage import home, runs_directory, store_quota
-from mergegate.tasks.store import (
+from mergegate.tasks.base.stage import home, runs_directory, store_quota
+from mergegate.tasks.base.store import (
     EntryName,
     RetentionPlan,
     RetentionRule,
@@ -255,7 +255,7 @@ def doctor_command(
     The command also lists the tools that have environments of their own. The exit code is 3 if damage remains.
     """
     with command_context(as_json) as console:
-        from mergegate.tasks.report import HISTORY, mend_history
+        from mergegate.tasks.release.report import HISTORY, mend_history
 
         directory = home()
         findings = list(_examine(directory))
@@ -304,8 +304,8 @@ def _optional_tools() -> Iterator[tuple[str, str, str]]:
 
     The name is empty if the tool is not installed.
     """
-    from mergegate.tasks.serve import ServeSettings, find_server
-    from mergegate.tasks.variants import variant_formats
+    from mergegate.tasks.quality.serve import ServeSettings, find_server
+    from mergegate.tasks.quality.variants import variant_formats
 
     formats, root = variant_formats(), Path()
     gguf = formats["gguf"].model_validate({"format": "gguf", "types": ("Q8_0",)})
@@ -323,8 +323,8 @@ def _optional_tools() -> Iterator[tuple[str, str, str]]:
 
 
 def _examine(directory: Path) -> Iterator[StateFinding]:
-    from mergegate.tasks.gate import damaged_records
-    from mergegate.tasks.report import HISTORY, read_history
+    from mergegate.tasks.quality.gate import damaged_records
+    from mergegate.tasks.release.report import HISTORY, read_history
 
     if not directory.is_dir():
         return

@@ -39,16 +39,7 @@ from mergegate.merge_core.errors import EXIT_CODES, MergegateError, Status
 from mergegate.merge_core.parsing import open_buffered
 from mergegate.merge_core.system import cores_of_process, system_memory
 from mergegate.merge_core.wording import format_count, format_duration, format_roughly
-from mergegate.tasks.checkpoints import Model, PinnedRecipe, QuantizedModel, find_pinned_checkpoints
-from mergegate.tasks.evaluation import (
-    EvalTask,
-    count_missing_documents,
-    estimate_document_cost,
-    find_backend,
-    known_scores,
-    measured_seconds,
-)
-from mergegate.tasks.gate import CHAMPION, JudgedSample, read_samples, sample_start
+from mergegate.tasks.base.stage import WorkRequired, dry_pass, home, nearest_directory, runtime, store
 from mergegate.tasks.merge import (
     calibration_stage_name,
     find_prepared_recipe,
@@ -58,7 +49,7 @@ from mergegate.tasks.merge import (
     router_needs,
     statistics_needs,
 )
-from mergegate.tasks.perplexity import perplexity
+from mergegate.tasks.models.checkpoints import Model, PinnedRecipe, QuantizedModel, find_pinned_checkpoints
 from mergegate.tasks.preflight import (
     AROUND,
     STARTING,
@@ -70,11 +61,20 @@ from mergegate.tasks.preflight import (
     merge_seconds,
     plan_interim_looks,
 )
-from mergegate.tasks.publish.targets import CredentialUse
-from mergegate.tasks.report import read_history
-from mergegate.tasks.serve import Check
-from mergegate.tasks.stage import WorkRequired, dry_pass, home, nearest_directory, runtime, store
-from mergegate.tasks.variants import VariantFormat
+from mergegate.tasks.quality.evaluation import (
+    EvalTask,
+    count_missing_documents,
+    estimate_document_cost,
+    find_backend,
+    known_scores,
+    measured_seconds,
+)
+from mergegate.tasks.quality.gate import CHAMPION, JudgedSample, read_samples, sample_start
+from mergegate.tasks.quality.perplexity import perplexity
+from mergegate.tasks.quality.serve import Check
+from mergegate.tasks.quality.variants import VariantFormat
+from mergegate.tasks.release.publish.targets import CredentialUse
+from mergegate.tasks.release.report import read_history
 
 
 class CheckReport(BaseModel):

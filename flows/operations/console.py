@@ -35,7 +35,7 @@ from rich.text import Text
 from mergegate.merge_core.errors import Finding, FindingGroup, escape_invisible, group_findings
 
 if TYPE_CHECKING:
-    from mergegate.tasks.stage import Outcome
+    from mergegate.tasks.base.stage import Outcome
 
 
 # Indentation, a mark and a label. Continuation lines start below the text that follows them.

@@ -17,7 +17,8 @@ from rich.console import Console
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation import (
+from mergegate.tasks.base.store import Artifact, digest
+from mergegate.tasks.quality.evaluation import (
     SCORES_FILE,
     Scores,
     TaskResults,
@@ -31,9 +32,8 @@ from mergegate.tasks.evaluation import (
     task_tree,
     write_document_scores,
 )
-from mergegate.tasks.gate import GatePlan, Guard, distinct_guards, gate, reference_models
-from mergegate.tasks.report import ReportContent, ReportedModel
-from mergegate.tasks.store import Artifact, digest
+from mergegate.tasks.quality.gate import GatePlan, Guard, distinct_guards, gate, reference_models
+from mergegate.tasks.release.report import ReportContent, ReportedModel
 
 MERGE, REFERENCE = "merge", "reference"
 

@@ -36,7 +36,17 @@ from mergegate.merge_core.files import (
 )
 from mergegate.merge_core.parsing import MAX_YAML_BYTES, read_text
 from mergegate.merge_core.wording import format_bytes, format_count
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.stage import home, store
+from mergegate.tasks.base.store import digest
+from mergegate.tasks.merge import (
+    MergeSettings,
+    combine_parents,
+    numerics,
+    prepare_recipe,
+    repaired_routing,
+    with_new_routers,
+)
+from mergegate.tasks.models.checkpoints import (
     PinnedCheckpoint,
     ResolvedCheckpoint,
     adapter_findings_of_parents,
@@ -48,16 +58,6 @@ from mergegate.tasks.checkpoints import (
     require_same_files,
     resolve_all_parents,
 )
-from mergegate.tasks.merge import (
-    MergeSettings,
-    combine_parents,
-    numerics,
-    prepare_recipe,
-    repaired_routing,
-    with_new_routers,
-)
-from mergegate.tasks.stage import home, store
-from mergegate.tasks.store import digest
 
 
 def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePlan]:

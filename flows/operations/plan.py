@@ -28,15 +28,15 @@ from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duratio
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import format_bytes, format_count
-from mergegate.tasks.checkpoints import size_of_adapter
+from mergegate.tasks.base.stage import home, nearest_directory
+from mergegate.tasks.models.checkpoints import size_of_adapter
 from mergegate.tasks.preflight import describe_judging
-from mergegate.tasks.stage import home, nearest_directory
 
 if TYPE_CHECKING:
     from mergegate.flows.profile import Profile
-    from mergegate.tasks.checkpoints import ResolvedCheckpoint
-    from mergegate.tasks.gate import GatePower
     from mergegate.tasks.merge import RouterNeeds, StatisticsNeeds
+    from mergegate.tasks.models.checkpoints import ResolvedCheckpoint
+    from mergegate.tasks.quality.gate import GatePower
 
 
 # Maximum age of measured rates, and the name of their file in the project's state.
@@ -140,9 +140,9 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
         return forecast
     # Forecast the power of the gate from the store alone, without loading or counting data.
     from mergegate.flows.preflight import past_guards, pin_profile_evidence
-    from mergegate.tasks.evaluation import find_pinned_data
+    from mergegate.tasks.base.stage import store
     from mergegate.tasks.preflight import forecast_power
-    from mergegate.tasks.stage import store
+    from mergegate.tasks.quality.evaluation import find_pinned_data
 
     evidence = pin_profile_evidence(profile, parents, store().hashes)
     evidence = evidence._replace(tasks=tuple(find_pinned_data(task) or task for task in evidence.tasks))
@@ -178,7 +178,7 @@ def forecast_of(
         InvalidInput: The device does not exist.
     """
     from mergegate.merge_core.system import cores_of_process
-    from mergegate.tasks.stage import device_kind, store
+    from mergegate.tasks.base.stage import device_kind, store
 
     device = device_kind() if options.device == "auto" else options.device
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):

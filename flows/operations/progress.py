@@ -42,7 +42,7 @@ from rich.text import Text
 from mergegate.flows.operations.console import wrap_line
 from mergegate.merge_core.errors import escape_invisible
 from mergegate.merge_core.wording import detail_listener, format_duration
-from mergegate.tasks.stage import Pace, Pulse, StageEnd, StageStatus, joint_status, progress_watcher, running_stage
+from mergegate.tasks.base.stage import Pace, Pulse, StageEnd, StageStatus, joint_status, progress_watcher, running_stage
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark on ASCII-only terminals, style
     "made": ("✓", "+", "green"),

@@ -13,9 +13,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import new_directory
 from mergegate.merge_core.parsing import require_printable
-from mergegate.tasks.publish import Signer, SignerPolicy
-from mergegate.tasks.publish.releases import ReproducedRelease, check_release, inspect_logs, read_release_results
-from mergegate.tasks.publish.targets import find_release
+from mergegate.tasks.release.publish import Signer, SignerPolicy
+from mergegate.tasks.release.publish.releases import (
+    ReproducedRelease,
+    check_release,
+    inspect_logs,
+    read_release_results,
+)
+from mergegate.tasks.release.publish.targets import find_release
 
 _LONGEST_NAME = 200  # characters of an organization
 
@@ -96,7 +101,7 @@ def reproduce_release(
         InvalidInput: The release, a parent, the device or the merge of quantized variants does not exist.
         Refused: The release is not as published, or the rebuilt weights differ.
     """
-    from mergegate.tasks.publish.releases import rebuild_release, rebuild_variants
+    from mergegate.tasks.release.publish.releases import rebuild_release, rebuild_variants
 
     published = find_release(release)
     verified = check_release(published, merge=merge)

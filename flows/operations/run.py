@@ -31,7 +31,7 @@ from mergegate.flows.profile import Profile, RemedyChoice, load_profile, parse_p
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.parsing import read_yaml
-from mergegate.tasks.checkpoints import start_model_process
+from mergegate.tasks.models.checkpoints import start_model_process
 from mergegate.tasks.sweep import convert_evolve_file, count_layers
 
 

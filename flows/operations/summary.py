@@ -32,8 +32,9 @@ from mergegate.flows.candidates import has_searchable_scale
 from mergegate.flows.operations import command_line
 from mergegate.flows.operations.console import OUTCOME_STYLES, print_table, short_path
 from mergegate.flows.outcome import RunOutcome
-from mergegate.tasks.publish import KEYLESS_SIGNATURE, SIGNATURE
-from mergegate.tasks.report import (
+from mergegate.tasks.base.stage import Outcome
+from mergegate.tasks.release.publish import KEYLESS_SIGNATURE, SIGNATURE
+from mergegate.tasks.release.report import (
     DECISION_COLUMNS,
     VARIANT_COLUMNS,
     Row,
@@ -54,7 +55,6 @@ from mergegate.tasks.report import (
     variant_refusals,
     variant_rows,
 )
-from mergegate.tasks.stage import Outcome
 
 # Options that check the signature in each file of a release.
 _CHECKS = {SIGNATURE: "--key release.pub", KEYLESS_SIGNATURE: "--identity ID --issuer URL"}

@@ -30,7 +30,7 @@ from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.merge_core.errors import INTERRUPTED, MergegateError, state_name, to_printable
 from mergegate.merge_core.files import disk_errors_refused
 from mergegate.merge_core.wording import detail
-from mergegate.tasks.stage import (
+from mergegate.tasks.base.stage import (
     DeferredProgress,
     LostArtifact,
     ProgressLog,
@@ -49,7 +49,7 @@ from mergegate.tasks.stage import (
     relay_progress,
     store_quota,
 )
-from mergegate.tasks.telemetry import json_log
+from mergegate.tasks.release.telemetry import json_log
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -175,7 +175,7 @@ def run_dry_pass(
 ) -> RunOutcome | None:
     """Run ``make``, the story of a flow, against the cache only. Return its outcome, or None if there is work to do.
 
-    A dry pass (``tasks.stage.dry_pass``) runs the flow's own code on the same inputs, without Prefect's API. If it
+    A dry pass (``stage.dry_pass``) runs the flow's own code on the same inputs, without Prefect's API. If it
     finishes, progress watchers receive its stages, and its outcome is archived like any other. If it fails, the real
     run starts and reports the reason. ``name`` is the name of the profile.
     """

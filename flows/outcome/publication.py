@@ -17,10 +17,12 @@ from mergegate.flows.outcome.run_outcome import PublishedVariants, RunOutcome, r
 from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import CannotDecide, MergegateError, finding_of
-from mergegate.tasks.gate import RecordedEvidence, record_evidence, verdict_record
+from mergegate.tasks.base.stage import Verdict, store
+from mergegate.tasks.base.store import Artifact
 from mergegate.tasks.merge import compare_with_parents, merged_model, numerics
-from mergegate.tasks.perplexity import pin_documents
-from mergegate.tasks.publish import (
+from mergegate.tasks.quality.gate import RecordedEvidence, record_evidence, verdict_record
+from mergegate.tasks.quality.perplexity import pin_documents
+from mergegate.tasks.release.publish import (
     DatasetFacts,
     MergeRelease,
     PassedVariant,
@@ -38,10 +40,8 @@ from mergegate.tasks.publish import (
     require_approved,
     variant_content,
 )
-from mergegate.tasks.publish.targets import PublishTarget
-from mergegate.tasks.report import Report, ReportContent
-from mergegate.tasks.stage import Verdict, store
-from mergegate.tasks.store import Artifact
+from mergegate.tasks.release.publish.targets import PublishTarget
+from mergegate.tasks.release.report import Report, ReportContent
 
 
 class _Place(NamedTuple):

@@ -11,12 +11,16 @@ from typing import Any
 from mergegate.flows.attempt import Attempt, FailedMerge, open_remedies
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import Recipe
-from mergegate.tasks.evaluation import join_parts
-from mergegate.tasks.gate import GateVerdict
-from mergegate.tasks.judge import JudgeVerdict
+from mergegate.tasks.base.stage import Section, combine_verdicts, versions
+from mergegate.tasks.base.store import StoredValue
 from mergegate.tasks.merge import MERGED
-from mergegate.tasks.publish import PublicNames, recipe_paths, released_kind, stored_files
-from mergegate.tasks.report import (
+from mergegate.tasks.quality.evaluation import join_parts
+from mergegate.tasks.quality.gate import GateVerdict
+from mergegate.tasks.quality.judge import JudgeVerdict
+from mergegate.tasks.quality.serve import ServedModels
+from mergegate.tasks.quality.variants import VariantVerdict
+from mergegate.tasks.release.publish import PublicNames, recipe_paths, released_kind, stored_files
+from mergegate.tasks.release.report import (
     Library,
     MergedFile,
     ReportContent,
@@ -27,10 +31,6 @@ from mergegate.tasks.report import (
     StoredArtifact,
     recipe_diff,
 )
-from mergegate.tasks.serve import ServedModels
-from mergegate.tasks.stage import Section, combine_verdicts, versions
-from mergegate.tasks.store import StoredValue
-from mergegate.tasks.variants import VariantVerdict
 
 # Evidence with a section of its own on the page. For all other verdicts, the page shows their generic section.
 _DRAWN = (GateVerdict, JudgeVerdict, ServedModels, VariantVerdict)

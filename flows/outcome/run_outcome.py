@@ -22,10 +22,12 @@ from mergegate.flows.prefect_api import page_of_run
 from mergegate.merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of, to_printable
 from mergegate.merge_core.files import read_state, state_directory, write_state
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.explain import Remedy
-from mergegate.tasks.gate import GateVerdict, GuardVerdict, SuiteVerdict
-from mergegate.tasks.publish import Release
-from mergegate.tasks.report import (
+from mergegate.tasks.base.stage import StageEnd, created_bytes, home, joint_status
+from mergegate.tasks.base.store import Artifact
+from mergegate.tasks.quality.gate import GateVerdict, GuardVerdict, SuiteVerdict
+from mergegate.tasks.release.explain import Remedy
+from mergegate.tasks.release.publish import Release
+from mergegate.tasks.release.report import (
     EndedRun,
     Report,
     ReportContent,
@@ -47,9 +49,7 @@ from mergegate.tasks.report import (
     render_sweep,
     shadow_rows,
 )
-from mergegate.tasks.stage import StageEnd, created_bytes, home, joint_status
-from mergegate.tasks.store import Artifact
-from mergegate.tasks.telemetry import export_metrics, export_to_trackers
+from mergegate.tasks.release.telemetry import export_metrics, export_to_trackers
 
 _log = logging.getLogger(__name__)
 _MAX_PAGE_BYTES = 64 << 20

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mergegate.flows.prefect_api.waiting_runs import QUESTION, question_keys, suspended_runs
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish import ApprovalSettings, PendingRelease
-from mergegate.tasks.report import ReportContent, as_markdown
+from mergegate.tasks.release.publish import ApprovalSettings, PendingRelease
+from mergegate.tasks.release.report import ReportContent, as_markdown
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State

@@ -23,7 +23,7 @@ from mergegate.flows.prefect_api.schedules import Schedules, is_server_address
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import disk_errors_refused, state_directory
 from mergegate.merge_core.parsing import open_plain, read_text
-from mergegate.tasks.stage import home
+from mergegate.tasks.base.stage import home
 
 SETTINGS = "prefect.toml"
 DATABASE = "MERGEGATE_DATABASE"

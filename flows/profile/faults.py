@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import expectation, format_value, join_expectations
-from mergegate.tasks.evaluation import BuiltInTask, built_in_tasks
-from mergegate.tasks.gate import Guard
-from mergegate.tasks.publish.targets import PublishTarget, publish_targets
-from mergegate.tasks.variants import VariantFormat, variant_formats
+from mergegate.tasks.quality.evaluation import BuiltInTask, built_in_tasks
+from mergegate.tasks.quality.gate import Guard
+from mergegate.tasks.quality.variants import VariantFormat, variant_formats
+from mergegate.tasks.release.publish.targets import PublishTarget, publish_targets
 
 _UNION_TAG = re.compile(r".*\[.*|(function|constrained|lax-or-strict|is-instance)-.*", re.DOTALL)
 _VALUE_TAG = re.compile(

@@ -29,7 +29,7 @@ from mergegate.flows.profile.schema import ProfileSettings
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, file_identity
 from mergegate.merge_core.parsing import read_yaml
-from mergegate.tasks.stage import store
+from mergegate.tasks.base.stage import store
 from mergegate.tasks.sweep import read_soup_recipe, relocate_recipe, start_recipe
 
 

@@ -14,21 +14,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from mergegate.flows.candidates import AUTO, MOST_PROPOSED, TUNE, Written
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.tasks.evaluation import find_backend
-from mergegate.tasks.gate import BEST_PARENT, RELEASES, EvaluateSettings
-from mergegate.tasks.judge import JudgeSettings
+from mergegate.tasks.base.runners import RunnerSettings
+from mergegate.tasks.base.stage import Limits
 from mergegate.tasks.merge import MergeSettings
-from mergegate.tasks.perplexity import PerplexitySettings
 from mergegate.tasks.preflight import CodeSettings, CopySettings, TokenizerSettings
 from mergegate.tasks.preflight.licenses import LicenseSettings
-from mergegate.tasks.publish import ApprovalSettings
-from mergegate.tasks.publish.targets import Target
-from mergegate.tasks.runners import RunnerSettings
-from mergegate.tasks.serve import ServeSettings
+from mergegate.tasks.quality.evaluation import find_backend
+from mergegate.tasks.quality.gate import BEST_PARENT, RELEASES, EvaluateSettings
+from mergegate.tasks.quality.judge import JudgeSettings
+from mergegate.tasks.quality.perplexity import PerplexitySettings
+from mergegate.tasks.quality.serve import ServeSettings
+from mergegate.tasks.quality.variants import Variant
+from mergegate.tasks.release.publish import ApprovalSettings
+from mergegate.tasks.release.publish.targets import Target
 from mergegate.tasks.shadow import ShadowSettings
-from mergegate.tasks.stage import Limits
 from mergegate.tasks.sweep import SweepSettings
-from mergegate.tasks.variants import Variant
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 

@@ -29,7 +29,8 @@ from mergegate.merge_core.files import HashMemo, JournalLocation, keep_only_jour
 from mergegate.merge_core.parsing import open_buffered
 from mergegate.merge_core.recipe import CalibrationReading, expand_user_path
 from mergegate.merge_core.system import system_memory
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.stage import advance
+from mergegate.tasks.models.checkpoints import (
     LoadedModel,
     Model,
     TellProgress,
@@ -37,8 +38,7 @@ from mergegate.tasks.checkpoints import (
     files_fingerprint,
     writable_directory,
 )
-from mergegate.tasks.perplexity import ChatMessage, HeldOutText, OwnDocument, TextSetting, encode_text, pin_text
-from mergegate.tasks.stage import advance
+from mergegate.tasks.quality.perplexity import ChatMessage, HeldOutText, OwnDocument, TextSetting, encode_text, pin_text
 
 if TYPE_CHECKING:
     import torch

@@ -31,9 +31,9 @@ from mergegate.merge_core.architecture import is_embedding
 from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import GateRows
-from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, load_model
-from mergegate.tasks.checkpoints.hub import element_reader
-from mergegate.tasks.stage import Runtime, StageValue, advance, value_stage
+from mergegate.tasks.base.stage import Runtime, StageValue, advance, value_stage
+from mergegate.tasks.models.checkpoints import Model, TellProgress, call_model_process, load_model
+from mergegate.tasks.models.checkpoints.hub import element_reader
 
 Array: TypeAlias = NDArray[np.floating[Any]]
 

@@ -30,7 +30,14 @@ from mergegate.merge_core.recipe import (
     select_models,
     value_for,
 )
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.stage import Runtime, formats_without_units, runtime, store
+from mergegate.tasks.merge.calibration import pin_calibration_texts
+from mergegate.tasks.merge.gates import GateRequest, PromptPair, router_rows
+from mergegate.tasks.merge.routers import FILES_OF_ROUTERS, RepairRequest, RouterRepairSummary, new_routers
+from mergegate.tasks.merge.stage import Numerics, merge, merged_model
+from mergegate.tasks.merge.statistics import importance_statistics, statistics_stage
+from mergegate.tasks.merge.weight_comparison import ModelDistances, model_distances
+from mergegate.tasks.models.checkpoints import (
     Model,
     PinnedCheckpoint,
     PinnedRecipe,
@@ -38,13 +45,6 @@ from mergegate.tasks.checkpoints import (
     apply_adapters_outside_flow,
     find_applied_adapters,
 )
-from mergegate.tasks.merge.calibration import pin_calibration_texts
-from mergegate.tasks.merge.gates import GateRequest, PromptPair, router_rows
-from mergegate.tasks.merge.routers import FILES_OF_ROUTERS, RepairRequest, RouterRepairSummary, new_routers
-from mergegate.tasks.merge.stage import Numerics, merge, merged_model
-from mergegate.tasks.merge.statistics import importance_statistics, statistics_stage
-from mergegate.tasks.merge.weight_comparison import ModelDistances, model_distances
-from mergegate.tasks.stage import Runtime, formats_without_units, runtime, store
 
 FindModel: TypeAlias = Callable[[str], PinnedCheckpoint]
 """Function that returns the pinned model for a reference."""

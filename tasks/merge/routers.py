@@ -30,7 +30,8 @@ from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, config_parts,
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JOURNAL, JournalLocation, open_journal, sha256_file
 from mergegate.merge_core.recipe import CalibrationReading, RouterRepair
-from mergegate.tasks.checkpoints import LoadedModel, Model, PinnedCheckpoint, PinnedRecipe, TellProgress, load_model
+from mergegate.tasks.base.stage import Runtime, StageValue, stage
+from mergegate.tasks.base.store import NotInKey
 from mergegate.tasks.merge.calibration import (
     CalibrationJob,
     PassIsObserved,
@@ -38,9 +39,15 @@ from mergegate.tasks.merge.calibration import (
     run_in_model_process,
     split_into_windows,
 )
-from mergegate.tasks.perplexity import HeldOutText, read_documents_verbatim
-from mergegate.tasks.stage import Runtime, StageValue, stage
-from mergegate.tasks.store import NotInKey
+from mergegate.tasks.models.checkpoints import (
+    LoadedModel,
+    Model,
+    PinnedCheckpoint,
+    PinnedRecipe,
+    TellProgress,
+    load_model,
+)
+from mergegate.tasks.quality.perplexity import HeldOutText, read_documents_verbatim
 
 if TYPE_CHECKING:
     import numpy as np

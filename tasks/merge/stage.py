@@ -19,10 +19,10 @@ from mergegate.merge_core.engine import start_or_resume
 from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.files import state_directory
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
-from mergegate.tasks.sandbox import acquire_gpus
-from mergegate.tasks.stage import StageValue, advance, device_kind, stage, versions
-from mergegate.tasks.store import Artifact, NotInKey
+from mergegate.tasks.base.sandbox import acquire_gpus
+from mergegate.tasks.base.stage import StageValue, advance, device_kind, stage, versions
+from mergegate.tasks.base.store import Artifact, NotInKey
+from mergegate.tasks.models.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
 
 MERGED = "merge"  # reference of the merged model, next to those of its parents
 

@@ -46,7 +46,8 @@ from mergegate.merge_core.checkpoint import (
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JOURNAL, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
-from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
+from mergegate.tasks.base.stage import Runtime, StageValue, stage
+from mergegate.tasks.base.store import NotInKey
 from mergegate.tasks.merge.calibration import (
     CalibrationJob,
     CalibrationWindows,
@@ -58,9 +59,8 @@ from mergegate.tasks.merge.calibration import (
     split_into_windows,
     unmeasured_experts,
 )
-from mergegate.tasks.perplexity import HeldOutText, read_documents_verbatim
-from mergegate.tasks.stage import Runtime, StageValue, stage
-from mergegate.tasks.store import NotInKey
+from mergegate.tasks.models.checkpoints import LoadedModel, Model, TellProgress, load_model
+from mergegate.tasks.quality.perplexity import HeldOutText, read_documents_verbatim
 
 if TYPE_CHECKING:
     import torch

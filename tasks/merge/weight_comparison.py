@@ -39,10 +39,10 @@ from mergegate.merge_core.checkpoint import (
 from mergegate.merge_core.engine import count_infinite, count_non_finite
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
-from mergegate.tasks.checkpoints.hub import element_reader
-from mergegate.tasks.stage import StageValue, advance, value_stage
-from mergegate.tasks.store import NotInKey
+from mergegate.tasks.base.stage import StageValue, advance, value_stage
+from mergegate.tasks.base.store import NotInKey
+from mergegate.tasks.models.checkpoints import Model, PinnedCheckpoint
+from mergegate.tasks.models.checkpoints.hub import element_reader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

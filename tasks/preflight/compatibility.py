@@ -48,7 +48,9 @@ from mergegate.merge_core.errors import (
 )
 from mergegate.merge_core.parsing import open_plain, read_json, read_plain
 from mergegate.merge_core.plan import network_shards
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.stage import StageValue, value_stage
+from mergegate.tasks.base.store import NotInKey, digest
+from mergegate.tasks.models.checkpoints import (
     Differences,
     ResolvedAdapter,
     ResolvedCheckpoint,
@@ -59,8 +61,6 @@ from mergegate.tasks.checkpoints import (
     size_of_adapter,
 )
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, tokenizer_class_findings
-from mergegate.tasks.stage import StageValue, value_stage
-from mergegate.tasks.store import NotInKey, digest
 
 _WEIGHTS = (".safetensors", ".bin")
 _MAX_COMPANION_BYTES = 256 << 20

@@ -17,8 +17,10 @@ from mergegate.merge_core.architecture import dtype_in
 from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError, suggest
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import read_json
-from mergegate.tasks.checkpoints import Model, QuantizedModel, ResolvedCheckpoint, expect_inputs
-from mergegate.tasks.evaluation import (
+from mergegate.tasks.base.store import digest
+from mergegate.tasks.merge import MERGED, pin_calibration_texts
+from mergegate.tasks.models.checkpoints import Model, QuantizedModel, ResolvedCheckpoint, expect_inputs
+from mergegate.tasks.quality.evaluation import (
     CalibrationTexts,
     ContaminatedDocuments,
     EvalTask,
@@ -31,7 +33,7 @@ from mergegate.tasks.evaluation import (
     require_examples,
     resolve_prompt_settings,
 )
-from mergegate.tasks.gate import (
+from mergegate.tasks.quality.gate import (
     CHAMPION,
     LAST_CHECKPOINT,
     EvaluateSettings,
@@ -45,9 +47,8 @@ from mergegate.tasks.gate import (
     sample_start,
     with_anchor,
 )
-from mergegate.tasks.judge import JudgePrompts, JudgeSettings, pin_prompts, read_prompts
-from mergegate.tasks.merge import MERGED, pin_calibration_texts
-from mergegate.tasks.perplexity import (
+from mergegate.tasks.quality.judge import JudgePrompts, JudgeSettings, pin_prompts, read_prompts
+from mergegate.tasks.quality.perplexity import (
     DriftLimits,
     HeldOutText,
     PerplexitySettings,
@@ -56,8 +57,7 @@ from mergegate.tasks.perplexity import (
     read_distinct,
     read_texts,
 )
-from mergegate.tasks.store import digest
-from mergegate.tasks.variants import VariantFormat, VariantGuard, VariantSettings
+from mergegate.tasks.quality.variants import VariantFormat, VariantGuard, VariantSettings
 
 
 class JudgeQuestions(NamedTuple):
@@ -361,7 +361,7 @@ def overlap_findings(
 ) -> Iterator[Finding]:
     """Yield a blocking finding for each task, held-out text and set of judge prompts that calibration texts contain.
 
-    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement. ``subject`` names the model
+    ``documents_of`` is ``evaluation.find_contaminated_documents`` or a replacement. ``subject`` names the model
     that the texts change: a merge or a variant.
     """
 

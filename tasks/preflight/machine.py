@@ -20,9 +20,9 @@ from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.system import Capacity, system_memory
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.checkpoints import ResolvedCheckpoint, gpu_memory
+from mergegate.tasks.base.stage import home, nearest_directory
+from mergegate.tasks.models.checkpoints import ResolvedCheckpoint, gpu_memory
 from mergegate.tasks.preflight.compatibility import Compatibility
-from mergegate.tasks.stage import home, nearest_directory
 
 _SPARE = 1.1  # Multiple of the known need, because file systems reserve some space.
 # Multiple of the weights in memory, for activations, the logits of a batch, and libraries.

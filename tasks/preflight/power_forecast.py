@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mergegate.merge_core.errors import Finding
-from mergegate.tasks.checkpoints import Model, ResolvedCheckpoint, find_applied_adapters, find_pinned_checkpoints
-from mergegate.tasks.evaluation import EvalTask, interim_looks, known_scores
-from mergegate.tasks.gate import (
+from mergegate.tasks.base.stage import runtime, store
+from mergegate.tasks.models.checkpoints import Model, ResolvedCheckpoint, find_applied_adapters, find_pinned_checkpoints
+from mergegate.tasks.preflight.evidence import Evidence
+from mergegate.tasks.quality.evaluation import EvalTask, interim_looks, known_scores
+from mergegate.tasks.quality.gate import (
     ANCHOR,
     UNLIKELY,
     GatePower,
@@ -26,8 +28,6 @@ from mergegate.tasks.gate import (
     reference_models,
     undecidable_finding,
 )
-from mergegate.tasks.preflight.evidence import Evidence
-from mergegate.tasks.stage import runtime, store
 
 # Share of answers that differ between a merge and its 4-bit variant: 7.2 % for Q4_K_M, 2.2 % for Q8_0.
 VARIANT_DISCORDANCE = 0.08

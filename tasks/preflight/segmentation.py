@@ -19,7 +19,7 @@ from mergegate.merge_core import Checkpoint, Finding, MergePlan, PlannedMerge
 from mergegate.merge_core.checkpoint import companion_kind
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 from mergegate.merge_core.errors import InvalidInput, MergegateError, to_printable, worst_first
-from mergegate.tasks.checkpoints import CallNeeds, TellProgress, call_model_process
+from mergegate.tasks.models.checkpoints import CallNeeds, TellProgress, call_model_process
 from mergegate.tasks.preflight.sample_text import SAMPLE
 
 # Each pair builds two tokenizers, which takes seconds for the largest.

@@ -34,7 +34,8 @@ from mergegate.merge_core.files import (
     state_directory,
     write_state,
 )
-from mergegate.tasks.judge import (
+from mergegate.tasks.base.store import digest
+from mergegate.tasks.quality.judge import (
     INSTRUCTIONS,
     ORDERS,
     SCORES,
@@ -50,7 +51,6 @@ from mergegate.tasks.judge import (
 from mergegate.tasks.shadow.pairs import SampledPair
 from mergegate.tasks.shadow.settings import FrozenModel, ShadowJudge
 from mergegate.tasks.shadow.verdict import JudgedTotals
-from mergegate.tasks.store import digest
 
 _FORMAT = 1
 _NAME = 16  # hexadecimal digits in the file name

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from mergegate.tasks.judge import RecordedAnswerPair
+from mergegate.tasks.quality.judge import RecordedAnswerPair
 from mergegate.tasks.shadow.arms import RecordedPair
 
 CHAT, COMPLETION = "/chat/completions", "/completions"

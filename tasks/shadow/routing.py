@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from mergegate.merge_core.files import Damaged, read_state, state_directory, write_state
+from mergegate.tasks.base.stage import home
 from mergegate.tasks.shadow.settings import FrozenModel, ShadowSettings
-from mergegate.tasks.stage import home
 
 Serving = Literal["watch", "promoted", "rolled back", "killed"]
 _LOOK_EVERY_S = 1.0

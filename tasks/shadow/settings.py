@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from mergegate.tasks.http import plain_address
-from mergegate.tasks.judge import AnswerLimits, ControlSettings, JudgeServer, JudgmentSettings
-from mergegate.tasks.publish import ApprovalSettings
-from mergegate.tasks.store import NotInKey
+from mergegate.tasks.base.http import plain_address
+from mergegate.tasks.base.store import NotInKey
+from mergegate.tasks.quality.judge import AnswerLimits, ControlSettings, JudgeServer, JudgmentSettings
+from mergegate.tasks.release.publish import ApprovalSettings
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

@@ -1,6 +1,6 @@
 """Decide on a watched candidate: apply the kill switch first, then the evidence from the judged pairs, at any look.
 
-The functions are pure. The result converts to the common verdict (``tasks.stage.Verdict``): ``promote`` passes,
+The functions are pure. The result converts to the common verdict (``stage.Verdict``): ``promote`` passes,
 ``roll back`` and ``kill`` fail, and ``wait`` is inconclusive.
 
 A judged pair has the score ``x = 1`` if the candidate's answer was better in both orders, ``0`` if the parent's was,
@@ -32,10 +32,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mergegate.tasks.judge import ControlResult, JudgeRule
+from mergegate.tasks.base.stage import Outcome, Section, Verdict
+from mergegate.tasks.quality.judge import ControlResult, JudgeRule
 from mergegate.tasks.shadow.arms import ArmComparison, ArmRow, compare_arms, error_rate, kill_reason
 from mergegate.tasks.shadow.settings import FrozenModel, ShadowRule, ShadowSettings
-from mergegate.tasks.stage import Outcome, Section, Verdict
 
 EVEN = 0.5
 BETS = 32

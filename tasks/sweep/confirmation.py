@@ -48,7 +48,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate import (
+from mergegate.tasks.base.stage import Section, Verdict
+from mergegate.tasks.quality.gate import (
     POWER,
     Difference,
     binary_difference,
@@ -58,7 +59,6 @@ from mergegate.tasks.gate import (
     normal_quantile,
     student_quantile,
 )
-from mergegate.tasks.stage import Section, Verdict
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
 from mergegate.tasks.sweep.space import recipe_key
 from mergegate.tasks.sweep.study import SOUP, SoupResult, Study, Trial, best_of

@@ -13,7 +13,7 @@ answers to a document give four measures:
   predictions (Yang et al. 2024, https://arxiv.org/abs/2310.02575).
 
 For the measure ``metric``, lm-eval scores generated answers. Held-out text is read in the windows of
-``tasks.perplexity``.
+``perplexity``.
 
 Each look has its own batches, so the scores at one look do not depend on whether another follows. The batches contain
 the documents of all tasks, sorted by length and padded on the right. Identical inputs, such as those of single-token
@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import AnsweredChoice, TokenizedDocument, TokenizedTask
-from mergegate.tasks.perplexity import TokenizedText
+from mergegate.tasks.quality.evaluation import AnsweredChoice, TokenizedDocument, TokenizedTask
+from mergegate.tasks.quality.perplexity import TokenizedText
 from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
 
 if TYPE_CHECKING:
     import torch
 
-    from mergegate.tasks.checkpoints import LoadedModel
+    from mergegate.tasks.models.checkpoints import LoadedModel
 
 _MAX_TOKENS = 1 << 13  # largest number of tokens in a batch, with padding
 _MAX_LOGITS = 1 << 25  # largest number of logits computed at once: 128 MB in float32

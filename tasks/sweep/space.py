@@ -32,7 +32,7 @@ from mergegate.merge_core.architecture import stacks
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.methods import LINEAR
 from mergegate.merge_core.recipe import fit_to_method, parse_reference
-from mergegate.tasks.store import digest
+from mergegate.tasks.base.store import digest
 from mergegate.tasks.sweep.settings import FreeParameter, Point, SweepSettings, Value
 
 _PLACEHOLDER = re.compile(r"\$([A-Za-z_]\w*)")

@@ -36,8 +36,8 @@ from mergegate.merge_core.files import (
     open_journal,
     state_directory,
 )
-from mergegate.tasks.stage import home
-from mergegate.tasks.store import digest
+from mergegate.tasks.base.stage import home
+from mergegate.tasks.base.store import digest
 from mergegate.tasks.sweep.objective import MetricKey, Objective, Race, ScoresByMetric
 from mergegate.tasks.sweep.settings import Point, SoupRule, SweepSettings
 from mergegate.tasks.sweep.space import Coordinate, Space

@@ -43,7 +43,9 @@ from mergegate.merge_core.errors import CannotDecide, ChangedInput, InvalidInput
 from mergegate.merge_core.files import sha256_file
 from mergegate.merge_core.methods import PASSTHROUGH
 from mergegate.merge_core.recipe import CalibrationRequest, InputMeasurements
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.stage import versions
+from mergegate.tasks.base.store import digest
+from mergegate.tasks.models.checkpoints import (
     CallNeeds,
     LoadedModel,
     Model,
@@ -57,10 +59,8 @@ from mergegate.tasks.checkpoints import (
     tokenizer_digest,
     torch_threads,
 )
-from mergegate.tasks.evaluation import EvalTask, Scoring, tokenize_task
-from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_held_out
-from mergegate.tasks.stage import versions
-from mergegate.tasks.store import digest
+from mergegate.tasks.quality.evaluation import EvalTask, Scoring, tokenize_task
+from mergegate.tasks.quality.perplexity import HeldOutText, WindowSettings, read_held_out
 from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
 from mergegate.tasks.sweep.search_documents import SearchDocuments
 from mergegate.tasks.sweep.study import SearchedSet, TrialRequest, TrialScores
@@ -68,7 +68,7 @@ from mergegate.tasks.sweep.study import SearchedSet, TrialRequest, TrialScores
 if TYPE_CHECKING:
     import torch
 
-    from mergegate.tasks.checkpoints import Model
+    from mergegate.tasks.models.checkpoints import Model
 
 
 _VERSION = 1  # increment when the meaning of a trial changes

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import files_fingerprint
-from mergegate.tasks.evaluation import (
+from mergegate.tasks.base.runners import Runner
+from mergegate.tasks.base.stage import require_pinned, store
+from mergegate.tasks.models.checkpoints import files_fingerprint
+from mergegate.tasks.quality.evaluation import (
     DocumentSplits,
     EvalTask,
     SetName,
@@ -24,9 +26,7 @@ from mergegate.tasks.evaluation import (
     pin_data,
     pin_sound_tasks,
 )
-from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_distinct
-from mergegate.tasks.runners import Runner
-from mergegate.tasks.stage import require_pinned, store
+from mergegate.tasks.quality.perplexity import HeldOutText, WindowSettings, read_distinct
 from mergegate.tasks.sweep.confirmation import (
     Confirmation,
     ConfirmationPower,

@@ -17,7 +17,7 @@ from samples import sampled
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.pin import ResolvedAdapter
+from mergegate.tasks.models.checkpoints.pin import ResolvedAdapter
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 

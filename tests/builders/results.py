@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from mergegate.tasks.evaluation.scoring.scores import TaskScore
-from mergegate.tasks.evaluation.stage import Scores
-from mergegate.tasks.gate.verdicts import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict, drop_sentence
-from mergegate.tasks.perplexity.stage import Likelihoods
-from mergegate.tasks.report import RunRecord, RunScore
-from mergegate.tasks.report.content import ReportContent, ReportedModel
-from mergegate.tasks.stage import Outcome
-from mergegate.tasks.variants import VariantRecord, VariantVerdict
+from mergegate.tasks.base.stage import Outcome
+from mergegate.tasks.quality.evaluation.scoring.scores import TaskScore
+from mergegate.tasks.quality.evaluation.stage import Scores
+from mergegate.tasks.quality.gate.verdicts import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict, drop_sentence
+from mergegate.tasks.quality.perplexity.stage import Likelihoods
+from mergegate.tasks.quality.variants import VariantRecord, VariantVerdict
+from mergegate.tasks.release.report import RunRecord, RunScore
+from mergegate.tasks.release.report.content import ReportContent, ReportedModel
 
 T = TypeVar("T")
 R = TypeVar("R", bound=BaseModel)

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from mergegate.tasks.checkpoints import model_cache
-from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints import model_cache
+from mergegate.tasks.models.checkpoints.model import Model
 
 _loads: list[str] = []
 _load = model_cache._load

@@ -14,7 +14,7 @@ from tiny_families import FAMILIES, make
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.architecture import is_optional
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.class_tensors import Differences, Table, build_class, compare_with_classes
+from mergegate.tasks.models.checkpoints.class_tensors import Differences, Table, build_class, compare_with_classes
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -58,7 +58,7 @@ def test_models_of_one_configuration_and_table_share_an_answer(tmp_path: Path, m
             raise given
         return given
 
-    monkeypatch.setattr("mergegate.tasks.checkpoints.class_tensors.call_model_process", answer)
+    monkeypatch.setattr("mergegate.tasks.models.checkpoints.class_tensors.call_model_process", answer)
     question = (model.config, model.tensors.values())
     found = [compare_with_classes([question, question]) for _ in range(5)]
     reasons = ["no memory", "the process returned no result", "no timm", "", ""]

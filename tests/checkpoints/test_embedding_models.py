@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import Model, import_lean, load_model, model_cache, unload_models
+from mergegate.tasks.models.checkpoints import Model, import_lean, load_model, model_cache, unload_models
 
 LOADED_BY_SENTENCE_TRANSFORMERS = (
     "bert embedding", "modernbert embedding", "qwen3 embedding", "sparse encoder", "cross-encoder",
@@ -172,7 +172,7 @@ def test_an_old_or_missing_package_is_an_error_that_names_the_extra(
 def test_other_models_do_not_import_sentence_transformers(checkpoints: Callable[[str], Path]) -> None:
     directory = checkpoints("text generator")
     program = (
-        "import sys; from pathlib import Path; from mergegate.tasks.checkpoints import Model, load_model\n"
+        "import sys; from pathlib import Path; from mergegate.tasks.models.checkpoints import Model, load_model\n"
         f"m = Model(name='m', digest='0', directory=Path({str(directory)!r}))\n"
         "with load_model(m, dtype='auto', device='cpu'): print('sentence_transformers' in sys.modules)\n"
     )

@@ -15,9 +15,9 @@ from hub_look_alike import WRITER, Fault, LookAlike, hub
 from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import pin
-from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
-from mergegate.tasks.checkpoints.parent_weights import Downloaded, FetchedWeights, download_snapshots
+from mergegate.tasks.models.checkpoints import pin
+from mergegate.tasks.models.checkpoints.hub.snapshot import Snapshot
+from mergegate.tasks.models.checkpoints.parent_weights import Downloaded, FetchedWeights, download_snapshots
 
 Obstacle = Callable[[LookAlike, pytest.MonkeyPatch], None]
 

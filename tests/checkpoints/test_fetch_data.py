@@ -12,8 +12,8 @@ from rich.console import Console
 from mergegate.flows.cli.evaluate import fetch_profile_data
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation import TaskDataset, fetch_datasets, pin_task, task_tree
-from mergegate.tasks.evaluation.scoring.loading import inspect_data
+from mergegate.tasks.quality.evaluation import TaskDataset, fetch_datasets, pin_task, task_tree
+from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
 
 PROFILE = """\
 name: nightly

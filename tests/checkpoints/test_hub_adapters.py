@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import pin
+from mergegate.tasks.models.checkpoints import pin
 
 RECIPE = """\
 merge_method: linear

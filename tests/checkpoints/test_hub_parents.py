@@ -14,7 +14,7 @@ from hub_look_alike import READER, WRITER, Fault, LookAlike
 
 from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
-from mergegate.tasks.checkpoints import pin
+from mergegate.tasks.models.checkpoints import pin
 
 
 def found_of(text: str = RECIPE) -> dict[str, pin.ResolvedCheckpoint]:

@@ -12,7 +12,7 @@ from huggingface_hub.repocard import metadata_load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.tasks.checkpoints import read_card
+from mergegate.tasks.models.checkpoints import read_card
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
 from mergegate.tasks.preflight.licenses.table import load_table
 

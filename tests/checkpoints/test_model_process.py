@@ -19,19 +19,19 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.merge_core.files.records import JOURNAL, JournalLocation, open_journal
 from mergegate.merge_core.system import Capacity
-from mergegate.tasks.checkpoints import model_cache, model_process
-from mergegate.tasks.checkpoints.model import Model, files_fingerprint
-from mergegate.tasks.checkpoints.model_process import call_model_process, end_model_process, start_model_process
-from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
-from mergegate.tasks.evaluation.scoring import harness
-from mergegate.tasks.evaluation.scoring.harness import ScoringJob, score_in_child
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import evaluate
-from mergegate.tasks.evaluation.values import DocumentRange
-from mergegate.tasks.perplexity.measurement import WindowSettings
-from mergegate.tasks.perplexity.settings import PerplexitySettings
-from mergegate.tasks.perplexity.stage import ensemble_likelihoods, perplexity, pin_documents, read_documents
-from mergegate.tasks.perplexity.text import HeldOutText
+from mergegate.tasks.models.checkpoints import model_cache, model_process
+from mergegate.tasks.models.checkpoints.model import Model, files_fingerprint
+from mergegate.tasks.models.checkpoints.model_process import call_model_process, end_model_process, start_model_process
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.scoring import harness
+from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_in_child
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.evaluation.stage import evaluate
+from mergegate.tasks.quality.evaluation.values import DocumentRange
+from mergegate.tasks.quality.perplexity.measurement import WindowSettings
+from mergegate.tasks.quality.perplexity.settings import PerplexitySettings
+from mergegate.tasks.quality.perplexity.stage import ensemble_likelihoods, perplexity, pin_documents, read_documents
+from mergegate.tasks.quality.perplexity.text import HeldOutText
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)]
 
@@ -109,7 +109,7 @@ class Killed(BaseException):
 def test_a_killed_stage_resumes_with_identical_results(
     tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mergegate.tasks.perplexity import measurement, stage
+    from mergegate.tasks.quality.perplexity import measurement, stage
 
     models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(2))
     windows = WindowSettings(batch_size=5, max_length=9)

@@ -9,10 +9,10 @@ import pytest
 from hub_look_alike import NARROW, NARROW_READER, READER, STRANGER, WRITER, Fault, LookAlike
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.checkpoints.hub.permissions import Account, find_write_refusal, parse_account
-from mergegate.tasks.publish.targets.contract import check_target
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
-from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.models.checkpoints.hub.permissions import Account, find_write_refusal, parse_account
+from mergegate.tasks.release.publish.targets.contract import check_target
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.release.publish.targets.hub import HubTarget
 
 HUB = "https://hub.example"
 

@@ -25,8 +25,8 @@ from mergegate.merge_core import load_recipe, plan_merge
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import RunWindow, steps_in_names
-from mergegate.tasks.checkpoints import download_snapshots, open_parent, resolve_parents
-from mergegate.tasks.stage import store
+from mergegate.tasks.base.stage import store
+from mergegate.tasks.models.checkpoints import download_snapshots, open_parent, resolve_parents
 
 # Name families of trainers. {n} is the step, {z} the step with leading zeros, {k} a number that grows with it.
 FAMILIES = {

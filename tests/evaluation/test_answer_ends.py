@@ -23,24 +23,24 @@ from tiny_models import CPU, LETTERS, make_model, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.files.records import JournalLocation, open_journal
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, hf_models, vllm
-from mergegate.tasks.evaluation.backends.answer_ends import answer_end
-from mergegate.tasks.evaluation.backends.server import _ends_in
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
-from mergegate.tasks.evaluation.scoring.document_scores import (
+from mergegate.tasks.base.stage.stages import separate_store
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.backends import AnswerEnd, find_backend, hf_models, vllm
+from mergegate.tasks.quality.evaluation.backends.answer_ends import answer_end
+from mergegate.tasks.quality.evaluation.backends.server import _ends_in
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring.answer_journal import attach_journal
+from mergegate.tasks.quality.evaluation.scoring.document_scores import (
     SCORES_FILE,
     DocumentScore,
     read_document_scores,
     write_document_scores,
 )
-from mergegate.tasks.evaluation.scoring.harness import LongerAnswers, score_documents
-from mergegate.tasks.evaluation.scoring.scores import AnswerEnds, Scores, answer_ends
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import evaluate_documents, lengthen_answers, pin_data
-from mergegate.tasks.stage.stages import separate_store
+from mergegate.tasks.quality.evaluation.scoring.harness import LongerAnswers, score_documents
+from mergegate.tasks.quality.evaluation.scoring.scores import AnswerEnds, Scores, answer_ends
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.evaluation.stage import evaluate_documents, lengthen_answers, pin_data
 
 EOS = 2
 A, B, C, DOT = (3 + LETTERS.index(letter) for letter in ">: .")  # no prompt contains them

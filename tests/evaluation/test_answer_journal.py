@@ -15,13 +15,13 @@ from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.files.records import JournalLocation, open_journal
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.evaluation.backends.hf_models import SharedPrefixLM
-from mergegate.tasks.evaluation.backends.shared_prefix import SharedRow
-from mergegate.tasks.evaluation.scoring import harness
-from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.backends import find_backend
+from mergegate.tasks.quality.evaluation.backends.hf_models import SharedPrefixLM
+from mergegate.tasks.quality.evaluation.backends.shared_prefix import SharedRow
+from mergegate.tasks.quality.evaluation.scoring import harness
+from mergegate.tasks.quality.evaluation.scoring.answer_journal import attach_journal
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
 
 HF = find_backend("hf").computes_in
 

@@ -16,17 +16,17 @@ from scoring_runs import pin, quiet, score, scoring_job, without_probability
 from tiny_models import Prefix, make_model, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import end_model_process
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends import vllm
-from mergegate.tasks.evaluation.backends.server import ModelEndpoint, ServerSettings
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring import harness
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.harness import score_documents
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.store.manifest import digest
+from mergegate.tasks.base.store.manifest import digest
+from mergegate.tasks.models.checkpoints import end_model_process
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.backends import vllm
+from mergegate.tasks.quality.evaluation.backends.server import ModelEndpoint, ServerSettings
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring import harness
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.harness import score_documents
+from mergegate.tasks.quality.evaluation.settings import Scoring
 
 
 @pytest.fixture(autouse=True)

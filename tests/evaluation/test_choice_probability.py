@@ -20,13 +20,18 @@ from tiny_models import make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation import DocumentScore, choose_metrics, pair_documents
-from mergegate.tasks.evaluation.results import find_results, read_task
-from mergegate.tasks.evaluation.scoring.metrics import AnsweredChoice, chance_level, choice_from_log, probabilities
-from mergegate.tasks.gate.evidence import measure_guard
-from mergegate.tasks.gate.settings import Guard
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation import DocumentScore, choose_metrics, pair_documents
+from mergegate.tasks.quality.evaluation.results import find_results, read_task
+from mergegate.tasks.quality.evaluation.scoring.metrics import (
+    AnsweredChoice,
+    chance_level,
+    choice_from_log,
+    probabilities,
+)
+from mergegate.tasks.quality.gate.evidence import measure_guard
+from mergegate.tasks.quality.gate.settings import Guard
 
 LIKELIHOODS = st.lists(st.floats(-900, 0), min_size=2, max_size=6)
 WAYS = {

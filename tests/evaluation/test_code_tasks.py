@@ -19,15 +19,15 @@ from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.evaluation import EvalTask, pin_task
-from mergegate.tasks.evaluation.definitions.code import CodeEval, allow_code, pass_at
-from mergegate.tasks.evaluation.definitions.support import UnsupportedReason, refusal_of, require_supported
-from mergegate.tasks.evaluation.definitions.tree import task_tree
-from mergegate.tasks.evaluation.scoring.harness import score_in_child
-from mergegate.tasks.evaluation.scoring.loading import inspect_in_child
-from mergegate.tasks.gate import EvaluateSettings, Guard, pin_tasks
-from mergegate.tasks.sandbox import ProgramLimits
+from mergegate.tasks.base.sandbox import ProgramLimits
+from mergegate.tasks.models.checkpoints import Model
+from mergegate.tasks.quality.evaluation import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.definitions.code import CodeEval, allow_code, pass_at
+from mergegate.tasks.quality.evaluation.definitions.support import UnsupportedReason, refusal_of, require_supported
+from mergegate.tasks.quality.evaluation.definitions.tree import task_tree
+from mergegate.tasks.quality.evaluation.scoring.harness import score_in_child
+from mergegate.tasks.quality.evaluation.scoring.loading import inspect_in_child
+from mergegate.tasks.quality.gate import EvaluateSettings, Guard, pin_tasks
 
 QUICK = ProgramLimits(cpu=1, clock=20, memory=1 << 29)
 
@@ -49,7 +49,7 @@ WHOLE = {"whole": ("def whole(): return 1\n", 1.0), "half": ("def half(): return
 CODER = '''
 import json
 from contextlib import contextmanager
-from mergegate.tasks.evaluation import Backend
+from mergegate.tasks.quality.evaluation import Backend
 ANSWERS = json.loads({answers!r})
 
 @contextmanager

@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
-from mergegate.tasks.evaluation.scoring import document_scores
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.metrics import default_metric
-from mergegate.tasks.evaluation.scoring.scores import score_table
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.gate.settings import EvaluateSettings, Guard
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.scoring import document_scores
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.metrics import default_metric
+from mergegate.tasks.quality.evaluation.scoring.scores import score_table
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.gate.settings import EvaluateSettings, Guard
 
 
 @pytest.fixture(scope="module")

@@ -21,16 +21,19 @@ from traps import asked, write_trap
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import unload_models
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring import document_scores, harness, loading
-from mergegate.tasks.evaluation.scoring.document_scores import SCORES_FILE, DocumentScore
-from mergegate.tasks.evaluation.scoring.harness import ScoringJob
-from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScores, join_parts
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import evaluate_documents, excerpt, pin_data
-from mergegate.tasks.evaluation.values import (
+from mergegate.tasks.base.stage.progress import progress_watcher
+from mergegate.tasks.base.stage.stages import separate_store, store
+from mergegate.tasks.base.store.store import Artifact
+from mergegate.tasks.models.checkpoints import unload_models
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring import document_scores, harness, loading
+from mergegate.tasks.quality.evaluation.scoring.document_scores import SCORES_FILE, DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob
+from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScores, join_parts
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.evaluation.stage import evaluate_documents, excerpt, pin_data
+from mergegate.tasks.quality.evaluation.values import (
     DocumentRange,
     cover_documents,
     document_ranges,
@@ -38,11 +41,8 @@ from mergegate.tasks.evaluation.values import (
     order_documents,
     sample_ranges,
 )
-from mergegate.tasks.gate.references import pin_tasks
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.stage.progress import progress_watcher
-from mergegate.tasks.stage.stages import separate_store, store
-from mergegate.tasks.store.store import Artifact
+from mergegate.tasks.quality.gate.references import pin_tasks
+from mergegate.tasks.quality.gate.settings import Guard
 
 FIRST_TEN = Scoring(documents=10)  # of 40 documents: 10, then 10 more, then 20 more
 

@@ -21,13 +21,13 @@ from tiny_models import make_model, words, write_choices
 from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.checkpoints import model_cache, model_process
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring import harness, loading
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.metrics import documents_of
-from mergegate.tasks.evaluation.values import order_documents
+from mergegate.tasks.models.checkpoints import model_cache, model_process
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring import harness, loading
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.metrics import documents_of
+from mergegate.tasks.quality.evaluation.values import order_documents
 
 OUT_OF_MEMORY = ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size")
 PANIC = ("class Panic(BaseException): pass\nraise Panic('out of bounds')", "Panic: out of bounds", "")
@@ -188,12 +188,12 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
 
 
 FLOW = """
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.evaluation import EvalTask, Scoring
-from mergegate.tasks.evaluation.scoring import harness
-from mergegate.tasks.evaluation.scoring.harness import ScoringJob
-from mergegate.tasks.evaluation.scoring.metrics import documents_of
-from mergegate.tasks.evaluation.values import DocumentRange
+from mergegate.tasks.models.checkpoints import Model
+from mergegate.tasks.quality.evaluation import EvalTask, Scoring
+from mergegate.tasks.quality.evaluation.scoring import harness
+from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob
+from mergegate.tasks.quality.evaluation.scoring.metrics import documents_of
+from mergegate.tasks.quality.evaluation.values import DocumentRange
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
 job = ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu")
@@ -268,8 +268,8 @@ note("watched")
 def test_the_scoring_process_imports_only_what_it_needs() -> None:
     """Prefect alone takes as long to import as everything else together."""
     script = (
-        "import sys; from mergegate.tasks.evaluation.scoring import harness; "
-        "from mergegate.tasks.checkpoints import Model, model_cache; "
+        "import sys; from mergegate.tasks.quality.evaluation.scoring import harness; "
+        "from mergegate.tasks.models.checkpoints import Model, model_cache; "
         "print([name for name in ('prefect', 'torch', 'matplotlib', 'httpx') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True)

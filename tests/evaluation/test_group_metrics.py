@@ -15,12 +15,12 @@ from scoring_runs import mean_of, model_in, pin, score, write_task
 from tiny_models import words, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.results import find_results, read_task
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.loading import inspect_data
-from mergegate.tasks.evaluation.scoring.metrics import choose_metrics
-from mergegate.tasks.evaluation.scoring.scores import score_table
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.results import find_results, read_task
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
+from mergegate.tasks.quality.evaluation.scoring.metrics import choose_metrics
+from mergegate.tasks.quality.evaluation.scoring.scores import score_table
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "reverser"
 

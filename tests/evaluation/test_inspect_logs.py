@@ -20,11 +20,15 @@ from hypothesis import strategies as st
 from inspect_ai_runs import run_inspect
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.results import inspect_log
-from mergegate.tasks.evaluation.results.contract import TaskResults, precision_differences, require_same_conditions
-from mergegate.tasks.evaluation.results.files import find_results, read_task
-from mergegate.tasks.evaluation.scoring.document_scores import pair_documents
-from mergegate.tasks.evaluation.scoring.metrics import choose_metrics
+from mergegate.tasks.quality.evaluation.results import inspect_log
+from mergegate.tasks.quality.evaluation.results.contract import (
+    TaskResults,
+    precision_differences,
+    require_same_conditions,
+)
+from mergegate.tasks.quality.evaluation.results.files import find_results, read_task
+from mergegate.tasks.quality.evaluation.scoring.document_scores import pair_documents
+from mergegate.tasks.quality.evaluation.scoring.metrics import choose_metrics
 
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
 SAMPLES = Path(__file__).parent / "inspect_samples"

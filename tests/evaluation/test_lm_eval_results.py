@@ -20,11 +20,15 @@ from scoring_runs import mean_of, model_in, pin, score, write_task
 from tiny_models import make_model, words, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.results.contract import TaskResults, precision_differences, require_same_conditions
-from mergegate.tasks.evaluation.results.files import find_results, read_task
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.metrics import choose_metrics, metrics_by_leaf
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.results.contract import (
+    TaskResults,
+    precision_differences,
+    require_same_conditions,
+)
+from mergegate.tasks.quality.evaluation.results.files import find_results, read_task
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.metrics import choose_metrics, metrics_by_leaf
 
 
 def first_match(name: str, pattern: str) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.definitions import support
-from mergegate.tasks.evaluation.definitions.datasets import TaskDataset, find_dataset
-from mergegate.tasks.evaluation.definitions.support import Requirements
-from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
-from mergegate.tasks.evaluation.definitions.tree import shipped_names, task_tree
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.definitions import support
+from mergegate.tasks.quality.evaluation.definitions.datasets import TaskDataset, find_dataset
+from mergegate.tasks.quality.evaluation.definitions.support import Requirements
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.definitions.tree import shipped_names, task_tree
 
 PROJECT = Path(__file__).resolve().parents[2]
 CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list": [mean_of("acc")]}
@@ -33,7 +33,7 @@ CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list":
 # Reads files of tasks and groups without importing lm-eval's tasks or datasets, and then compares with lm-eval.
 READ = """
 import sys
-from mergegate.tasks.evaluation.definitions.tree import read_shipped, shipped_names
+from mergegate.tasks.quality.evaluation.definitions.tree import read_shipped, shipped_names
 names = shipped_names()
 files = [*[*names.tasks.values()][::500], *[*names.groups.values()][::50]]
 ours = [read_shipped(file) for file in files]
@@ -146,7 +146,7 @@ def test_the_extra_that_has_all_missing_packages_is_named(packages: tuple[str, .
 
 
 def test_mergegate_has_its_own_extras_under_the_names_of_lm_eval() -> None:
-    from mergegate.tasks.evaluation.definitions.support import OWN_EXTRAS
+    from mergegate.tasks.quality.evaluation.definitions.support import OWN_EXTRAS
 
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     for name in OWN_EXTRAS:

@@ -12,11 +12,11 @@ from scoring_runs import mean_of, pin, score, write_task
 from tiny_models import make_model, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.definitions.support import require_declared_mean, require_supported
-from mergegate.tasks.evaluation.definitions.tree import task_tree
-from mergegate.tasks.evaluation.scoring.lm_eval_tasks import quiet
-from mergegate.tasks.evaluation.scoring.loading import load_task
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.definitions.support import require_declared_mean, require_supported
+from mergegate.tasks.quality.evaluation.definitions.tree import task_tree
+from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import quiet
+from mergegate.tasks.quality.evaluation.scoring.loading import load_task
 
 
 @pytest.fixture

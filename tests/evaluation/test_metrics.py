@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, pair_documents
-from mergegate.tasks.evaluation.scoring.metrics import (
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore, pair_documents
+from mergegate.tasks.quality.evaluation.scoring.metrics import (
     check_all_scored,
     checked_score,
     choose_known_metrics,
@@ -20,10 +20,10 @@ from mergegate.tasks.evaluation.scoring.metrics import (
     default_metric,
     metrics_by_leaf,
 )
-from mergegate.tasks.evaluation.scoring.scores import score_table
-from mergegate.tasks.gate.evidence import GatePlan
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import gate
+from mergegate.tasks.quality.evaluation.scoring.scores import score_table
+from mergegate.tasks.quality.gate.evidence import GatePlan
+from mergegate.tasks.quality.gate.settings import GateRule, Guard
+from mergegate.tasks.quality.gate.stage import gate
 
 METRICS = ("acc,none", "acc_norm,none", "exact_match,strict-match", "exact_match,flexible-extract", "ter,none")
 Sides: TypeAlias = tuple[list[DocumentScore], list[DocumentScore]]

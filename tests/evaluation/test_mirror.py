@@ -13,12 +13,12 @@ from mergegate.flows.preflight import pin_profile_sweep
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation.definitions.datasets import declared_dataset
-from mergegate.tasks.evaluation.definitions.support import pin_sound_tasks, require_examples
-from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
-from mergegate.tasks.evaluation.scoring.lm_eval_tasks import quiet
-from mergegate.tasks.evaluation.scoring.loading import inspect_data, load_task
 from mergegate.tasks.preflight import Evidence
+from mergegate.tasks.quality.evaluation.definitions.datasets import declared_dataset
+from mergegate.tasks.quality.evaluation.definitions.support import pin_sound_tasks, require_examples
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import quiet
+from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data, load_task
 
 LETTERS: dict[str, Any] = {"dataset_path": "acme/letters", "test_split": "test", "output_type": "loglikelihood"}
 LETTERS |= {"doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}", "metric_list": [mean_of("acc")]}

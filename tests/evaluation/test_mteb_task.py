@@ -11,10 +11,10 @@ import pytest
 import tiny_kinds
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import Model, load_model, unload_models
-from mergegate.tasks.evaluation import EvalTask
-from mergegate.tasks.evaluation.built_in import MtebTask, mteb_task
-from mergegate.tasks.evaluation.scoring.loading import load_task
+from mergegate.tasks.models.checkpoints import Model, load_model, unload_models
+from mergegate.tasks.quality.evaluation import EvalTask
+from mergegate.tasks.quality.evaluation.built_in import MtebTask, mteb_task
+from mergegate.tasks.quality.evaluation.scoring.loading import load_task
 
 pytestmark = pytest.mark.story  # Importing mteb takes 10 to 30 seconds.
 

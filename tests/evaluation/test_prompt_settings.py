@@ -23,16 +23,20 @@ from mergegate.flows.cli.check import print_examples
 from mergegate.flows.preflight import TaskExample
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.definitions.support import require_effect
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring.lm_eval_tasks import BUDGET_NAMES, require_known_generation, room_for_prompt
-from mergegate.tasks.evaluation.scoring.prompts import TaskPreview, TokenizerSource, _render
-from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
-from mergegate.tasks.evaluation.values import DocumentSplits
-from mergegate.tasks.gate.references import pin_tasks
-from mergegate.tasks.gate.settings import EvaluateSettings, Guard
-from mergegate.tasks.store.manifest import digest
+from mergegate.tasks.base.store.manifest import digest
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.definitions.support import require_effect
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import (
+    BUDGET_NAMES,
+    require_known_generation,
+    room_for_prompt,
+)
+from mergegate.tasks.quality.evaluation.scoring.prompts import TaskPreview, TokenizerSource, _render
+from mergegate.tasks.quality.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
+from mergegate.tasks.quality.evaluation.values import DocumentSplits
+from mergegate.tasks.quality.gate.references import pin_tasks
+from mergegate.tasks.quality.gate.settings import EvaluateSettings, Guard
 from mergegate.tasks.sweep.trial_pool import SweepEvidence
 
 TEMPLATE = (

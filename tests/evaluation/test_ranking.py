@@ -10,8 +10,8 @@ import pytest
 import pytrec_eval  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from samples import sampled_rows
 
-from mergegate.tasks.evaluation import form_of_metric
-from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, find_relevant_texts, parse_metric
+from mergegate.tasks.quality.evaluation import form_of_metric
+from mergegate.tasks.quality.evaluation.built_in.ranking import RankedQuery, find_relevant_texts, parse_metric
 
 # Names in pytrec_eval. It has no mrr@k, which is the reciprocal rank if that is at least 1/k.
 PYTREC = {"ndcg@3": "ndcg_cut_3", "ndcg@10": "ndcg_cut_10", "map@5": "map_cut_5", "recall@5": "recall_5"}

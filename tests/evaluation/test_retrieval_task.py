@@ -20,11 +20,11 @@ from scoring_runs import model_in, quiet, scoring_job
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import LoadedModel, load_model, unload_models
-from mergegate.tasks.evaluation import pin_built_in
-from mergegate.tasks.evaluation.built_in import MtebTask, RetrievalTask, ranking, retrieval
-from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, score_texts
-from mergegate.tasks.evaluation.scoring.harness import score_documents
+from mergegate.tasks.models.checkpoints import LoadedModel, load_model, unload_models
+from mergegate.tasks.quality.evaluation import pin_built_in
+from mergegate.tasks.quality.evaluation.built_in import MtebTask, RetrievalTask, ranking, retrieval
+from mergegate.tasks.quality.evaluation.built_in.ranking import RankedQuery, score_texts
+from mergegate.tasks.quality.evaluation.scoring.harness import score_documents
 
 Loader: TypeAlias = Callable[..., LoadedModel]
 GOOD = {"query": "w1 w2", "positives": ["w1"], "negatives": ["w3", "w4"]}

@@ -17,9 +17,14 @@ from lm_eval.models.huggingface import HFLM
 from samples import sampled, sampled_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mergegate.tasks.evaluation.backends import hf_models, shared_prefix
-from mergegate.tasks.evaluation.backends.hf_models import RequestTokens, SharedPrefixLM, max_shared_length
-from mergegate.tasks.evaluation.backends.shared_prefix import cache_prompts, common_start, shared_beginning, token_rows
+from mergegate.tasks.quality.evaluation.backends import hf_models, shared_prefix
+from mergegate.tasks.quality.evaluation.backends.hf_models import RequestTokens, SharedPrefixLM, max_shared_length
+from mergegate.tasks.quality.evaluation.backends.shared_prefix import (
+    cache_prompts,
+    common_start,
+    shared_beginning,
+    token_rows,
+)
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}

@@ -20,15 +20,15 @@ from tiny_models import make_model, words, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import end_model_process
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation import CountLimit, EvalTask, count_task, data_revisions, pin_data, pin_task
-from mergegate.tasks.evaluation.scoring import loading
-from mergegate.tasks.evaluation.scoring.harness import score_documents
-from mergegate.tasks.evaluation.scoring.lm_eval_tasks import quiet as quiet_lm_eval
-from mergegate.tasks.evaluation.scoring.loading import digest_of_leaves, inspect_data, load_task, revision_now
-from mergegate.tasks.evaluation.values import DataSource
-from mergegate.tasks.gate.settings import Guard
+from mergegate.tasks.models.checkpoints import end_model_process
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.quality.evaluation import CountLimit, EvalTask, count_task, data_revisions, pin_data, pin_task
+from mergegate.tasks.quality.evaluation.scoring import loading
+from mergegate.tasks.quality.evaluation.scoring.harness import score_documents
+from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import quiet as quiet_lm_eval
+from mergegate.tasks.quality.evaluation.scoring.loading import digest_of_leaves, inspect_data, load_task, revision_now
+from mergegate.tasks.quality.evaluation.values import DataSource
+from mergegate.tasks.quality.gate.settings import Guard
 
 REPO = "acme/letters"
 COMMITS = ("a" * 40, "b" * 40)

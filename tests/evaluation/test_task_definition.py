@@ -11,11 +11,11 @@ from tiny_models import write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.evaluation.definitions import tree
-from mergegate.tasks.evaluation.definitions.task import EvalTask, pin_task
-from mergegate.tasks.evaluation.definitions.tree import task_tree
-from mergegate.tasks.gate.references import pin_tasks
-from mergegate.tasks.gate.settings import Guard
+from mergegate.tasks.quality.evaluation.definitions import tree
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.definitions.tree import task_tree
+from mergegate.tasks.quality.gate.references import pin_tasks
+from mergegate.tasks.quality.gate.settings import Guard
 
 
 def pin(root: Path, task: str = "letters.yaml") -> EvalTask:

@@ -14,9 +14,9 @@ from scoring_runs import call_here, mean_of, pin, write_task
 from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import Finding
-from mergegate.tasks.evaluation import CountLimit, find_repetition, pin_data, repetition_findings
-from mergegate.tasks.evaluation.scoring import loading
-from mergegate.tasks.evaluation.scoring.overlap import Repetition, find_occurring, words_of
+from mergegate.tasks.quality.evaluation import CountLimit, find_repetition, pin_data, repetition_findings
+from mergegate.tasks.quality.evaluation.scoring import loading
+from mergegate.tasks.quality.evaluation.scoring.overlap import Repetition, find_occurring, words_of
 
 WORDS = [f"w{number}" for number in range(3000)]
 SEPARATORS = [" ", "  ", "\n", ", ", " - ", "... ", " “", "\u00a0", "; "]

@@ -30,15 +30,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.checkpoint import find_thinking
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends import AnswerEnd, ThoughtEnd, find_thought_end, vllm
-from mergegate.tasks.evaluation.backends.answer_ends import answer_end
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.scores import answer_ends, prompt_cuts
-from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, check_thinking, resolve_prompt_settings
-from mergegate.tasks.gate.settings import EvaluateSettings
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.backends import AnswerEnd, ThoughtEnd, find_thought_end, vllm
+from mergegate.tasks.quality.evaluation.backends.answer_ends import answer_end
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.scores import answer_ends, prompt_cuts
+from mergegate.tasks.quality.evaluation.settings import PromptSettings, Scoring, check_thinking, resolve_prompt_settings
+from mergegate.tasks.quality.gate.settings import EvaluateSettings
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 THINKER = DEMO / "models/thinker"
@@ -333,7 +333,7 @@ def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any],
 
 
 def test_absent_settings_do_not_change_a_key() -> None:
-    from mergegate.tasks.store.manifest import canonical
+    from mergegate.tasks.base.store.manifest import canonical
 
     names = {"enable_thinking", "think_end_token", "chat_template_args"}
     assert not names & canonical(Scoring()).keys()

@@ -13,14 +13,14 @@ from scoring_runs import backend_site, model_in, pin
 from tiny_models import CPU, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import Scores, Scoring, evaluate_documents
-from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.stage.stages import separate_store
-from mergegate.tasks.store import Artifact
+from mergegate.tasks.base.stage.stages import separate_store
+from mergegate.tasks.base.store import Artifact
+from mergegate.tasks.quality.evaluation import Scores, Scoring, evaluate_documents
+from mergegate.tasks.quality.evaluation.backends import find_backend
 
 TOY = '''
 from contextlib import contextmanager
-from mergegate.tasks.evaluation import Backend
+from mergegate.tasks.quality.evaluation import Backend
 
 @contextmanager
 def opened(model, scoring, device):

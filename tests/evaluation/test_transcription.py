@@ -14,10 +14,10 @@ from tone_speech import write_wave
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.evaluation.built_in import TranscriptionTask, transcription
-from mergegate.tasks.evaluation.built_in.transcription import edit_distance, read_audio, share_of_errors
-from mergegate.tasks.evaluation.definitions.task import pin_built_in
-from mergegate.tasks.evaluation.scoring.loading import inspect_data
+from mergegate.tasks.quality.evaluation.built_in import TranscriptionTask, transcription
+from mergegate.tasks.quality.evaluation.built_in.transcription import edit_distance, read_audio, share_of_errors
+from mergegate.tasks.quality.evaluation.definitions.task import pin_built_in
+from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
 
 
 def table_distance(first: str, second: str) -> int:

@@ -18,16 +18,16 @@ from scoring_runs import pin
 from tiny_models import make_model, write_choices, write_jsonl
 
 from mergegate.merge_core import load_recipe
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring import document_scores
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.loading import document_texts
-from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
-from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips
-from mergegate.tasks.gate.verdicts import GateVerdict, GuardVerdict
-from mergegate.tasks.store.store import Artifact
+from mergegate.tasks.base.store.store import Artifact
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring import document_scores
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.loading import document_texts
+from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScore
+from mergegate.tasks.quality.gate.verdicts import GateVerdict, GuardVerdict
+from mergegate.tasks.release.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips
 
 METRIC = "acc,none"
 Scored = Callable[..., Artifact[Scores]]

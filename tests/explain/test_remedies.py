@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.analysis.interference import Tally
 from mergegate.merge_core.recipe import apply_overrides
-from mergegate.tasks.explain.remedies import (
+from mergegate.tasks.base.stage import Outcome
+from mergegate.tasks.quality.gate.verdicts import DriftVerdict, GateVerdict, GuardVerdict
+from mergegate.tasks.release.explain.remedies import (
     Diagnosis,
     Remedy,
     drop_tried_remedies,
@@ -25,9 +27,7 @@ from mergegate.tasks.explain.remedies import (
     suggest_documents,
     suggest_remedies,
 )
-from mergegate.tasks.explain.stage import named_base
-from mergegate.tasks.gate.verdicts import DriftVerdict, GateVerdict, GuardVerdict
-from mergegate.tasks.stage import Outcome
+from mergegate.tasks.release.explain.stage import named_base
 
 
 def tally(

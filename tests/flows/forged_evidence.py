@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, LIKELIHOODS, OUTCOMES
-from mergegate.tasks.publish.content import (
+from mergegate.tasks.quality.gate.verdict_record import EVIDENCE_RECORD, LIKELIHOODS, OUTCOMES
+from mergegate.tasks.release.publish.content import (
     BOM,
     CARD,
     DOCUMENTS,
@@ -30,11 +30,11 @@ from mergegate.tasks.publish.content import (
     sha256_of,
     variant_evidence,
 )
-from mergegate.tasks.publish.documents.facts import read_facts
-from mergegate.tasks.publish.documents.release_parts import release_documents
-from mergegate.tasks.publish.releases.verify import check_release
-from mergegate.tasks.publish.signing import sign
-from mergegate.tasks.publish.targets.directory import DirectoryRelease
+from mergegate.tasks.release.publish.documents.facts import read_facts
+from mergegate.tasks.release.publish.documents.release_parts import release_documents
+from mergegate.tasks.release.publish.releases.verify import check_release
+from mergegate.tasks.release.publish.signing import sign
+from mergegate.tasks.release.publish.targets.directory import DirectoryRelease
 
 Columns = dict[str, list[Any]]
 

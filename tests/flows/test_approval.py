@@ -17,7 +17,7 @@ from mergegate.flows.operations.progress import TerminalProgress
 from mergegate.flows.operations.run import TerminalApproval
 from mergegate.flows.prefect_api import ApprovalRequest, Decision, WaitingRun, select_waiting_run, waiting_runs
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.publish import PendingRelease
+from mergegate.tasks.release.publish import PendingRelease
 
 
 @pytest.mark.proof

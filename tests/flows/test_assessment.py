@@ -16,23 +16,23 @@ from mergegate.flows.attempt import Assessment, assess_merge, assessment
 from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model import Model, QuantizedModel
-from mergegate.tasks.evaluation import find_backend
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring import document_scores
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.values import document_ranges
-from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
-from mergegate.tasks.gate.verdicts import GateVerdict
+from mergegate.tasks.base.runners import RunnerSettings, open_runner
+from mergegate.tasks.base.stage.environment import Runtime
+from mergegate.tasks.base.store.manifest import digest
+from mergegate.tasks.base.store.store import Artifact
 from mergegate.tasks.merge.weight_comparison import CopiedParent
+from mergegate.tasks.models.checkpoints.model import Model, QuantizedModel
 from mergegate.tasks.preflight import Evidence, power_forecast
-from mergegate.tasks.report import gate_notes
-from mergegate.tasks.runners import RunnerSettings, open_runner
-from mergegate.tasks.stage.environment import Runtime
-from mergegate.tasks.store.manifest import digest
-from mergegate.tasks.store.store import Artifact
+from mergegate.tasks.quality.evaluation import find_backend
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring import document_scores
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScore
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.evaluation.values import document_ranges
+from mergegate.tasks.quality.gate.settings import CHAMPION, GateRule, Guard
+from mergegate.tasks.quality.gate.verdicts import GateVerdict
+from mergegate.tasks.release.report import gate_notes
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 

@@ -13,9 +13,9 @@ from mergegate.flows import release
 from mergegate.flows.attempt import Attempt, FailedMerge, distance_from_passing
 from mergegate.flows.candidates import candidate_recipes
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.gate import GateRule, GuardVerdict
-from mergegate.tasks.gate.stage import gate_verdict
-from mergegate.tasks.stage import Outcome
+from mergegate.tasks.base.stage import Outcome
+from mergegate.tasks.quality.gate import GateRule, GuardVerdict
+from mergegate.tasks.quality.gate.stage import gate_verdict
 
 LINEAR: dict[str, Any] = {
     "merge_method": "linear",

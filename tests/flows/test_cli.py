@@ -18,7 +18,7 @@ from mergegate.flows.prefect_api.runs import FinishedRun
 from mergegate.flows.preflight import Problems
 from mergegate.merge_core import errors
 from mergegate.merge_core.errors import EXIT_CODES, DiskUnavailable, Finding, InvalidInput, Refused
-from mergegate.tasks.report import read_history
+from mergegate.tasks.release.report import read_history
 
 MERGEGATE = str(Path(sys.executable).parent / "mergegate")
 

@@ -21,7 +21,7 @@ from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import HashMemo, sha256_file
-from mergegate.tasks.publish.releases.origin import selecting_samples
+from mergegate.tasks.release.publish.releases.origin import selecting_samples
 
 MODELS = PROFILES / "demo/models"
 STEP = 0.35  # fraction of the difference between the fine-tune and the base

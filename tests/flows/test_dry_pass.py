@@ -13,8 +13,8 @@ from samples import sampled
 
 from mergegate.flows import release
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.report import read_history
-from mergegate.tasks.stage import WorkRequired, dry_pass, require_work_allowed
+from mergegate.tasks.base.stage import WorkRequired, dry_pass, require_work_allowed
+from mergegate.tasks.release.report import read_history
 
 PROFILE = "profiles/demo.yaml"
 
@@ -203,7 +203,7 @@ def test_an_invalid_setting_is_refused(project: Project, monkeypatch: pytest.Mon
 
 @pytest.mark.story
 def test_newer_libraries_or_a_newer_stage_are_something_to_do(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergegate.tasks.gate import gate
+    from mergegate.tasks.quality.gate import gate
 
     with monkeypatch.context() as patch:
         patch.setenv("MERGEGATE_STORE_QUOTA", "much")
@@ -212,7 +212,7 @@ def test_newer_libraries_or_a_newer_stage_are_something_to_do(own: Project, monk
         patch.setattr(gate, "version", gate.version + 1)
         assert looked(own) is None
     with monkeypatch.context() as patch:
-        patch.setattr("mergegate.tasks.stage.environment._installed", lambda name: "99")
+        patch.setattr("mergegate.tasks.base.stage.environment._installed", lambda name: "99")
         assert looked(own) is None
     assert looked(own) is not None
 

@@ -29,7 +29,7 @@ from mergegate.flows.cli.app import app
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import MergegateError
-from mergegate.tasks.stage.stages import DeclaredStage
+from mergegate.tasks.base.stage.stages import DeclaredStage
 
 PROJECT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "mistakes.txt"

@@ -13,9 +13,9 @@ from demo_project import PROFILES, make_project
 from mergegate.flows.preflight import pin_profile_evidence
 from mergegate.flows.profile import load_profile, parse_profile
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.pin import resolve_parents
+from mergegate.tasks.base.stage import formats_without_units
+from mergegate.tasks.models.checkpoints.pin import resolve_parents
 from mergegate.tasks.preflight import Evidence, with_supported_dtype
-from mergegate.tasks.stage import formats_without_units
 
 X86 = "flags\t\t: fpu sse2 avx2 fma {}\n"
 ARM = "Features\t: fp asimd {}\n"

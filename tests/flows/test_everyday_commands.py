@@ -19,7 +19,7 @@ from samples import sampled
 from mergegate.flows.operations.progress import EventLines
 from mergegate.flows.outcome import RunOutcome, conclude_flow, flow_outcome
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.stage import StageValue, value_stage
+from mergegate.tasks.base.stage import StageValue, value_stage
 
 FLOWS = PROFILES.parent / "flows"
 ANSWERS = ("status", "history", "doctor", "methods", "store ls", "store du", "check profiles/demo.yaml", "explain demo")

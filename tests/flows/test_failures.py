@@ -30,11 +30,11 @@ from test_killed_run import environment
 
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.files.hashing import sha256_file
-from mergegate.tasks.publish.content import ReleaseFile, written_file
-from mergegate.tasks.publish.targets import PublishRequest
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
-from mergegate.tasks.report import read_history
-from mergegate.tasks.store import Store, StoreMiss
+from mergegate.tasks.base.store import Store, StoreMiss
+from mergegate.tasks.release.publish.content import ReleaseFile, written_file
+from mergegate.tasks.release.publish.targets import PublishRequest
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.release.report import read_history
 
 PROJECT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef" * 4

@@ -15,7 +15,7 @@ from lm_eval_runs import run_lm_eval
 from typer.testing import CliRunner, Result
 
 from mergegate.flows.cli.app import app
-from mergegate.tasks.publish.content import PROVENANCE
+from mergegate.tasks.release.publish.content import PROVENANCE
 
 DEMO = PROFILES / "demo"
 TASKS = [DEMO / "tasks" / f"{task}.yaml" for task in ("copy", "reverse")]

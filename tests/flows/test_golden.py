@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 from demo_project import Project
 
-from mergegate.tasks.evaluation.stage import evaluate, excerpt
-from mergegate.tasks.explain.stage import explain, flips
-from mergegate.tasks.gate.stage import gate
-from mergegate.tasks.gate.verdict_record import record_evidence
-from mergegate.tasks.judge.answers import answer
-from mergegate.tasks.judge.stage import judge
+from mergegate.tasks.base.stage.stages import DeclaredStage
 from mergegate.tasks.merge import merge
-from mergegate.tasks.perplexity.stage import ensemble_likelihoods, perplexity
 from mergegate.tasks.preflight.compatibility import check_compatibility
 from mergegate.tasks.preflight.licenses.check import check_licenses
-from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.serve.stage import measure_parent, serve
-from mergegate.tasks.stage.stages import DeclaredStage
+from mergegate.tasks.quality.evaluation.stage import evaluate, excerpt
+from mergegate.tasks.quality.gate.stage import gate
+from mergegate.tasks.quality.gate.verdict_record import record_evidence
+from mergegate.tasks.quality.judge.answers import answer
+from mergegate.tasks.quality.judge.stage import judge
+from mergegate.tasks.quality.perplexity.stage import ensemble_likelihoods, perplexity
+from mergegate.tasks.quality.serve.stage import measure_parent, serve
+from mergegate.tasks.release.explain.stage import explain, flips
+from mergegate.tasks.release.report.stage import write_report
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = (

@@ -14,9 +14,9 @@ from tampering import CHANGES, HARMLESS
 
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
 from mergegate.merge_core.files import file_identity
-from mergegate.tasks import checkpoints
-from mergegate.tasks.stage import StageValue, input_guard, on_input_change, stage, stages, store, value_stage
-from mergegate.tasks.stage.stages import DeclaredStage
+from mergegate.tasks.base.stage import StageValue, input_guard, on_input_change, stage, stages, store, value_stage
+from mergegate.tasks.base.stage.stages import DeclaredStage
+from mergegate.tasks.models import checkpoints
 
 pytestmark = pytest.mark.usefixtures("home")
 

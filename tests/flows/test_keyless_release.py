@@ -13,7 +13,7 @@ from demo_project import Project, expect
 from sigstore_stand_in import sigstore_on_loopback
 
 import mergegate
-from mergegate.tasks.publish.signing import TOKEN_VARIABLE
+from mergegate.tasks.release.publish.signing import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.story
 

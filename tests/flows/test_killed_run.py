@@ -32,8 +32,8 @@ MOMENTS = (*(f"stage:{stage}" for stage in STAGES), "publish:releases")
 #   child:NAME:S   S seconds after the supervised process NAME starts
 DIES = """
     import os, pathlib, signal, sys, threading
-    from mergegate.tasks.sandbox import SupervisedProcess
-    from mergegate.tasks.store import Store, store
+    from mergegate.tasks.base.sandbox import SupervisedProcess
+    from mergegate.tasks.base.store import Store, store
     from mergegate.flows.cli import main
     kind, word, *seconds = sys.argv.pop(1).split(":")
     def die():

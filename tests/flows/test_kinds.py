@@ -17,9 +17,9 @@ from mergegate.flows.profile import load_profile
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, TaskForm, find_kind
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate import GatePlan, GateRule, describe_untested
+from mergegate.tasks.base.store import digest
 from mergegate.tasks.preflight import NEXT_TOKENS, KindDemand, describe_judging, kind_findings
-from mergegate.tasks.store import digest
+from mergegate.tasks.quality.gate import GatePlan, GateRule, describe_untested
 
 CLASSES = {
     "text generator": "LlamaForCausalLM",

@@ -25,8 +25,8 @@ from mergegate.flows.operations.console import FittingConsole, print_table, wrap
 from mergegate.flows.operations.merge import _bar
 from mergegate.flows.operations.progress import TerminalProgress, fit_text
 from mergegate.flows.operations.summary import print_scores
-from mergegate.tasks.report import DECISION_COLUMNS, Row, ScoreTable
-from mergegate.tasks.stage import Pulse
+from mergegate.tasks.base.stage import Pulse
+from mergegate.tasks.release.report import DECISION_COLUMNS, Row, ScoreTable
 
 WIDTHS = (80, 120, 200)
 TASKS = ("arc_challenge", "leaderboard_bbh_tracking_shuffled_objects", "mmlu_high_school_european_history", "copy")

@@ -11,7 +11,7 @@ import yaml
 from demo_project import Project, make_project
 from openai_server import serving
 
-from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model import Model
 
 PARENTS = ("reverser", "shifter", "thinker")
 FEW = 80  # documents for backends that answer slowly here

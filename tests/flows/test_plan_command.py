@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from mergegate.flows.cli.app import app
 from mergegate.merge_core import load_recipe
-from mergegate.tasks.checkpoints import resolve_all_parents
+from mergegate.tasks.models.checkpoints import resolve_all_parents
 from mergegate.tasks.preflight import compatibility, header_digests, plan_cached
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from mergegate.flows.preflight import pin_profile_evidence
 from mergegate.flows.profile import Profile, load_profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.pin import resolve_parents
+from mergegate.tasks.models.checkpoints.pin import resolve_parents
 
 PROFILES = sorted((Path(__file__).resolve().parents[2] / "profiles").glob("*.yaml"))
 

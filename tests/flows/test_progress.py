@@ -15,9 +15,9 @@ from mergegate.flows.operations import progress
 from mergegate.flows.operations.progress import TerminalProgress
 from mergegate.flows.operations.summary import sweep_summary
 from mergegate.merge_core.wording import detail
-from mergegate.tasks.report import search_line
-from mergegate.tasks.report.sweep import SweepContent
-from mergegate.tasks.stage import StageStatus, describe_progress, joint_status, progress_watcher, report_stage
+from mergegate.tasks.base.stage import StageStatus, describe_progress, joint_status, progress_watcher, report_stage
+from mergegate.tasks.release.report import search_line
+from mergegate.tasks.release.report.sweep import SweepContent
 from mergegate.tasks.sweep import SearchProgress
 
 sys.path.append(str(Path(__file__).parent.parent / "report"))

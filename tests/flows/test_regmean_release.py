@@ -11,8 +11,8 @@ from demo_project import PROFILES, Project, expect, make_project
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.evaluation import CountLimit, find_contaminated_documents, pin_data, pin_task
 from mergegate.tasks.preflight import collect_calibration_texts
+from mergegate.tasks.quality.evaluation import CountLimit, find_contaminated_documents, pin_data, pin_task
 
 PROFILE = "profiles/demo-regmean.yaml"
 

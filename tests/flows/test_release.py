@@ -11,7 +11,7 @@ import pytest
 from demo_project import PROFILES, Printed, Project, expect
 from sheet_sources import require_correct_sheet
 
-from mergegate.tasks.report import read_history
+from mergegate.tasks.release.report import read_history
 
 Released = tuple[Project, Printed]
 

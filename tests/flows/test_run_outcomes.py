@@ -23,9 +23,9 @@ from mergegate.flows.outcome.flow_state import run_name
 from mergegate.flows.outcome.run_outcome import prefect_page
 from mergegate.flows.profile import Profile, profile_name
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.report import RunRecord, archive_run, read_history
-from mergegate.tasks.stage import StageValue, home, runs_directory, stage, value_stage
-from mergegate.tasks.store import read_runs
+from mergegate.tasks.base.stage import StageValue, home, runs_directory, stage, value_stage
+from mergegate.tasks.base.store import read_runs
+from mergegate.tasks.release.report import RunRecord, archive_run, read_history
 
 PAGE = "<style></style><main><header></header></main>"
 

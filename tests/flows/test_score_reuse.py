@@ -12,7 +12,7 @@ import pytest
 from demo_project import Project, expect
 
 from mergegate.flows import preflight
-from mergegate.tasks.report import RunRecord, RunScore
+from mergegate.tasks.release.report import RunRecord, RunScore
 
 
 def scored(project: Project) -> set[str]:

@@ -14,11 +14,11 @@ from prefect.client.schemas.objects import StateType, TaskRun, TaskRunResult
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.stage.dry_run_pass import WorkRequired, dry_pass
-from mergegate.tasks.stage.progress import StageStatus, advance, progress_watcher
-from mergegate.tasks.stage.stages import StageValue, stage, step, store, value_stage
-from mergegate.tasks.store.store import Artifact, StoredValue
+from mergegate.tasks.base.stage.dry_run_pass import WorkRequired, dry_pass
+from mergegate.tasks.base.stage.progress import StageStatus, advance, progress_watcher
+from mergegate.tasks.base.stage.stages import StageValue, stage, step, store, value_stage
+from mergegate.tasks.base.store.store import Artifact, StoredValue
+from mergegate.tasks.models.checkpoints.model import Model
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 

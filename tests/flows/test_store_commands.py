@@ -13,8 +13,8 @@ from tampering import flip
 
 from mergegate.flows.outcome import RunOutcome, conclude_flow, flow_outcome
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.stage import StageValue, home, progress_watcher, runs_directory, stage, store, value_stage
-from mergegate.tasks.store import Artifact, RetentionRule, collect_garbage, list_store, read_runs
+from mergegate.tasks.base.stage import StageValue, home, progress_watcher, runs_directory, stage, store, value_stage
+from mergegate.tasks.base.store import Artifact, RetentionRule, collect_garbage, list_store, read_runs
 
 EVERYTHING = RetentionRule(grace_s=0.0, quota=0)
 
@@ -153,7 +153,7 @@ class TestRunsOfStages:
         def fails(*_: object) -> None:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr("mergegate.tasks.stage.usage.collect_garbage", fails)
+        monkeypatch.setattr("mergegate.tasks.base.stage.usage.collect_garbage", fails)
         assert night(10)[0].status == "passed"
 
     @pytest.mark.story

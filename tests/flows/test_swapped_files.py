@@ -15,9 +15,9 @@ from demo_project import PROFILES, Project, expect
 from optional_stages import run_with_everything
 from tampering import CHANGES
 
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.stage.input_guard import PinnedInput, pinned_inputs
-from mergegate.tasks.stage.stages import DeclaredStage, StageCall
+from mergegate.tasks.base.stage.input_guard import PinnedInput, pinned_inputs
+from mergegate.tasks.base.stage.stages import DeclaredStage, StageCall
+from mergegate.tasks.models.checkpoints import Model
 
 pytestmark = pytest.mark.story
 
@@ -111,7 +111,7 @@ def test_a_merge_that_changes_before_its_release_is_not_published(
     tmp_path: Path, release: Release, prefect_api: None
 ) -> None:
     """The change is undone before the next run, which continues from the store and gives the undisturbed release."""
-    from mergegate.tasks.publish import stage as publishing
+    from mergegate.tasks.release.publish import stage as publishing
 
     undisturbed = release.project.latest.resolve()
     project = Project(tmp_path / "project")

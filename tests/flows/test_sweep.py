@@ -19,7 +19,7 @@ from mergegate.flows.attempt import sweep_candidates
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import open_checkpoint
-from mergegate.tasks.evaluation.scoring.document_scores import SCORES_FILE, read_document_scores
+from mergegate.tasks.quality.evaluation.scoring.document_scores import SCORES_FILE, read_document_scores
 from mergegate.tasks.sweep import TrialRequest, start_recipe, trial_pool
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.study import request_key

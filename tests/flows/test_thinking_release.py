@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval_runs import prepare, simple_evaluate
 from typer.testing import Result
 
-from mergegate.tasks.evaluation.scoring.document_scores import SCORES_FILE, read_document_scores
+from mergegate.tasks.quality.evaluation.scoring.document_scores import SCORES_FILE, read_document_scores
 
 MODELS = ("profiles/demo/models/base", "profiles/demo/models/thinker")
 TASK = "tasks/reverse-written.yaml"

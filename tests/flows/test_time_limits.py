@@ -15,9 +15,9 @@ from patience import HANG_S
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, OutOfTime
-from mergegate.tasks.checkpoints.model_process import answer_question, end_model_process
-from mergegate.tasks.stage import Limits, apply_limits, memory_of_child
-from mergegate.tasks.stage.limits import declare_stage, within_limit
+from mergegate.tasks.base.stage import Limits, apply_limits, memory_of_child
+from mergegate.tasks.base.stage.limits import declare_stage, within_limit
+from mergegate.tasks.models.checkpoints.model_process import answer_question, end_model_process
 
 for known in ("merge", "gate"):
     declare_stage(known)
@@ -89,7 +89,7 @@ class TestTimeLimits:
     @pytest.mark.story
     def test_an_unresponsive_main_thread_is_ended_with_its_process(self) -> None:
         script = (
-            "import signal, time, mergegate.tasks.stage.limits as limits\n"
+            "import signal, time, mergegate.tasks.base.stage.limits as limits\n"
             "limits._SHUTDOWN_S = 0.1\n"
             "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"  # Simulates a call that never returns.
             "with limits.apply_limits(limits.Limits(run='0.1 s')):\n"

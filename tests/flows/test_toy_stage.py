@@ -15,9 +15,9 @@ from mergegate.flows.operations.summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import load_profile
 from mergegate.flows.release import JUDGMENTS, make_release
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.report import as_markdown
-from mergegate.tasks.stage import Outcome, Section, StageValue, Verdict, value_stage
+from mergegate.tasks.base.stage import Outcome, Section, StageValue, Verdict, value_stage
+from mergegate.tasks.models.checkpoints import Model
+from mergegate.tasks.release.report import as_markdown
 
 
 class WeighSettings(BaseModel):

@@ -17,7 +17,7 @@ from mergegate.flows.preflight import pin_profile_evidence, pin_profile_sweep
 from mergegate.flows.profile import Profile, load_profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import resolve_parents
+from mergegate.tasks.models.checkpoints import resolve_parents
 
 AVERAGE = {
     "merge_method": "task_arithmetic",

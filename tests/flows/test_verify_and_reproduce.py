@@ -43,12 +43,22 @@ from tampering import flip
 import mergegate
 from mergegate.flows.release import release as release_flow
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, OUTCOMES
-from mergegate.tasks.publish.content import BOM, CARD, COMPLIANCE, FACTS, PROVENANCE, RECIPE, REPORT, SIGNATURE, SUMS
-from mergegate.tasks.publish.releases.verify import check_release
-from mergegate.tasks.publish.signing import sign
-from mergegate.tasks.publish.targets.directory import DirectoryRelease
-from mergegate.tasks.stage.progress import progress_watcher
+from mergegate.tasks.base.stage.progress import progress_watcher
+from mergegate.tasks.quality.gate.verdict_record import EVIDENCE_RECORD, OUTCOMES
+from mergegate.tasks.release.publish.content import (
+    BOM,
+    CARD,
+    COMPLIANCE,
+    FACTS,
+    PROVENANCE,
+    RECIPE,
+    REPORT,
+    SIGNATURE,
+    SUMS,
+)
+from mergegate.tasks.release.publish.releases.verify import check_release
+from mergegate.tasks.release.publish.signing import sign
+from mergegate.tasks.release.publish.targets.directory import DirectoryRelease
 
 Released = tuple[Project, Printed]
 RECIPES = str(PROFILES / "demo" / "recipes")

@@ -21,14 +21,14 @@ from tampering import flip
 
 import mergegate
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.gate.verdict_record import LIKELIHOODS
-from mergegate.tasks.publish.content import BOM, CARD, FACTS, PROVENANCE, SUMS, sha256_of
-from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
-from mergegate.tasks.publish.releases.reproduce import first_difference, is_rebuilt
-from mergegate.tasks.publish.releases.verify import check_release
-from mergegate.tasks.publish.targets.directory import DirectoryRelease
-from mergegate.tasks.variants.gguf import GgufFormat
+from mergegate.tasks.models.checkpoints import Model
+from mergegate.tasks.quality.gate.verdict_record import LIKELIHOODS
+from mergegate.tasks.quality.variants.gguf import GgufFormat
+from mergegate.tasks.release.publish.content import BOM, CARD, FACTS, PROVENANCE, SUMS, sha256_of
+from mergegate.tasks.release.publish.releases.origin import MergeLink, find_merge
+from mergegate.tasks.release.publish.releases.reproduce import first_difference, is_rebuilt
+from mergegate.tasks.release.publish.releases.verify import check_release
+from mergegate.tasks.release.publish.targets.directory import DirectoryRelease
 
 pytestmark = pytest.mark.story
 
@@ -237,7 +237,7 @@ def test_only_the_place_next_to_the_variants_is_opened(
 ) -> None:
     found: list[str] = []
     monkeypatch.setattr(
-        "mergegate.tasks.publish.releases.origin.find_release",
+        "mergegate.tasks.release.publish.releases.origin.find_release",
         lambda address: found.append(address) or Elsewhere(address),
     )
     release: Any = Elsewhere(variants) if variants else DirectoryRelease(places.variants)

@@ -14,7 +14,7 @@ from benchmark_scripts import load_benchmark
 
 from mergegate.flows.cli.run import PROFILE, copy_demo
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.sandbox import require_linux
+from mergegate.tasks.base.sandbox import require_linux
 
 PROJECT = Path(__file__).resolve().parents[2]
 FLOORS = ("flows", "tasks", "merge_core")

@@ -15,12 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sampled
 
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.gate import BEST_PARENT, GateRule, Guard, GuardVerdict, tasks_with_short_answers, undecided_tasks
-from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
-from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.stage import gate_verdict
-from mergegate.tasks.gate.suite import judge_suite
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.gate import (
+    BEST_PARENT,
+    GateRule,
+    Guard,
+    GuardVerdict,
+    tasks_with_short_answers,
+    undecided_tasks,
+)
+from mergegate.tasks.quality.gate.evidence import GuardEvidence, measure_guard
+from mergegate.tasks.quality.gate.regression import judge_guards
+from mergegate.tasks.quality.gate.stage import gate_verdict
+from mergegate.tasks.quality.gate.suite import judge_suite
 
 GUARD = Guard(task="reverse", guarded_by="thinker")
 Answer = tuple[float, str, int, tuple[int, ...]]  # score, end, tokens, budgets

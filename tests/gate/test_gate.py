@@ -10,13 +10,13 @@ import pytest
 from gate_samples import GUARD, PARENT, gate_scores, outcome, part, read, scores, scores_of, verdict_of, worse
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.stage import join_parts
-from mergegate.tasks.gate import EvaluateSettings, GatePlan, GateRule, GateVerdict, gate
-from mergegate.tasks.gate.drift import judge_drift
-from mergegate.tasks.gate.evidence import find_copies
-from mergegate.tasks.gate.stage import gate_verdict
-from mergegate.tasks.perplexity.settings import DriftLimits
-from mergegate.tasks.stage import Outcome, Section, Verdict, combine_verdicts
+from mergegate.tasks.base.stage import Outcome, Section, Verdict, combine_verdicts
+from mergegate.tasks.quality.evaluation.stage import join_parts
+from mergegate.tasks.quality.gate import EvaluateSettings, GatePlan, GateRule, GateVerdict, gate
+from mergegate.tasks.quality.gate.drift import judge_drift
+from mergegate.tasks.quality.gate.evidence import find_copies
+from mergegate.tasks.quality.gate.stage import gate_verdict
+from mergegate.tasks.quality.perplexity.settings import DriftLimits
 
 LIMITS = DriftLimits()
 

@@ -15,12 +15,17 @@ from samples import sampled, sampled_rows
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.scoring.document_scores import PairedScores
-from mergegate.tasks.gate import clusters
-from mergegate.tasks.gate.clusters import check_clusters, clustered_difference, critical_value, effective_clusters
-from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.statistics import Difference, binary_bounds
+from mergegate.tasks.quality.evaluation.scoring.document_scores import PairedScores
+from mergegate.tasks.quality.gate import clusters
+from mergegate.tasks.quality.gate.clusters import (
+    check_clusters,
+    clustered_difference,
+    critical_value,
+    effective_clusters,
+)
+from mergegate.tasks.quality.gate.graded_scores import graded_difference
+from mergegate.tasks.quality.gate.settings import Guard
+from mergegate.tasks.quality.gate.statistics import Difference, binary_bounds
 
 UNEQUAL = (20, 30, 30, 50, 80, 120)
 script = script_fixture("error_rates")

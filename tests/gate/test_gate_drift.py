@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from samples import sampled
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.drift import ModelLikelihoods, drift_findings, judge_drift
-from mergegate.tasks.gate.stage import gate_verdict
-from mergegate.tasks.gate.verdicts import DriftVerdict
-from mergegate.tasks.perplexity.settings import DriftLimits
-from mergegate.tasks.perplexity.text import DistinctDocuments, HeldOutDocument
+from mergegate.tasks.quality.gate.drift import ModelLikelihoods, drift_findings, judge_drift
+from mergegate.tasks.quality.gate.stage import gate_verdict
+from mergegate.tasks.quality.gate.verdicts import DriftVerdict
+from mergegate.tasks.quality.perplexity.settings import DriftLimits
+from mergegate.tasks.quality.perplexity.text import DistinctDocuments, HeldOutDocument
 
 LIMITS = DriftLimits()
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergegate.tasks.evaluation.values import interim_looks
-from mergegate.tasks.gate.clusters import clustered_difference, critical_value, effective_clusters
-from mergegate.tasks.gate.earlier_runs import anchor_confidence
-from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.regression import decide_guard
-from mergegate.tasks.gate.sequential import plan_looks
-from mergegate.tasks.gate.settings import GateRule
-from mergegate.tasks.gate.statistics import Difference, binary_difference, normal_quantile, student_quantile
-from mergegate.tasks.gate.suite import TaskDrop, mean_drop
+from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.gate.clusters import clustered_difference, critical_value, effective_clusters
+from mergegate.tasks.quality.gate.earlier_runs import anchor_confidence
+from mergegate.tasks.quality.gate.graded_scores import graded_difference
+from mergegate.tasks.quality.gate.regression import decide_guard
+from mergegate.tasks.quality.gate.sequential import plan_looks
+from mergegate.tasks.quality.gate.settings import GateRule
+from mergegate.tasks.quality.gate.statistics import Difference, binary_difference, normal_quantile, student_quantile
+from mergegate.tasks.quality.gate.suite import TaskDrop, mean_drop
 
 PROJECT = Path(__file__).resolve().parents[2]
 

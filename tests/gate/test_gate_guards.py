@@ -13,10 +13,10 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.scoring import document_scores
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, PairedScores, pair_documents
-from mergegate.tasks.gate.evidence import GuardEvidence, ReferenceChoice
-from mergegate.tasks.gate.regression import alarm_confidences, judge_guards
+from mergegate.tasks.quality.evaluation.scoring import document_scores
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore, PairedScores, pair_documents
+from mergegate.tasks.quality.gate.evidence import GuardEvidence, ReferenceChoice
+from mergegate.tasks.quality.gate.regression import alarm_confidences, judge_guards
 
 NOT_BY_CHANCE = "and not by chance (at least 2.74)"
 

@@ -14,15 +14,15 @@ from samples import sampled
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.values import interim_looks
-from mergegate.tasks.gate.earlier_runs import anchor_confidence, count_refusals, record_refusal
-from mergegate.tasks.gate.regression import decide_guard, judge_guards
-from mergegate.tasks.gate.sequential import InterimLook, plan_looks
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.stage import gate_verdict, undecided_tasks
-from mergegate.tasks.gate.statistics import binary_difference
-from mergegate.tasks.gate.verdicts import GuardVerdict
-from mergegate.tasks.stage import home as home_of
+from mergegate.tasks.base.stage import home as home_of
+from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.gate.earlier_runs import anchor_confidence, count_refusals, record_refusal
+from mergegate.tasks.quality.gate.regression import decide_guard, judge_guards
+from mergegate.tasks.quality.gate.sequential import InterimLook, plan_looks
+from mergegate.tasks.quality.gate.settings import Guard
+from mergegate.tasks.quality.gate.stage import gate_verdict, undecided_tasks
+from mergegate.tasks.quality.gate.statistics import binary_difference
+from mergegate.tasks.quality.gate.verdicts import GuardVerdict
 
 PLAN = (500, 1000, 1319)
 MMLU = (500, 1000, 2000, 4000, 8000, 14042)

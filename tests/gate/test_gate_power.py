@@ -12,10 +12,11 @@ import pytest
 from gate_samples import measured, part
 from samples import sampled
 
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.stage import Scores
-from mergegate.tasks.gate.evidence import GatePlan
-from mergegate.tasks.gate.power import (
+from mergegate.tasks.base.store import Artifact
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.stage import Scores
+from mergegate.tasks.quality.gate.evidence import GatePlan
+from mergegate.tasks.quality.gate.power import (
     PastGuardOutcome,
     PlannedTask,
     draw,
@@ -28,12 +29,11 @@ from mergegate.tasks.gate.power import (
     publication_chance,
     undecidable_finding,
 )
-from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.sequential import chance_to_decide
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import cannot_pass, gate
-from mergegate.tasks.gate.suite import judge_suite
-from mergegate.tasks.store import Artifact
+from mergegate.tasks.quality.gate.regression import judge_guards
+from mergegate.tasks.quality.gate.sequential import chance_to_decide
+from mergegate.tasks.quality.gate.settings import GateRule, Guard
+from mergegate.tasks.quality.gate.stage import cannot_pass, gate
+from mergegate.tasks.quality.gate.suite import judge_suite
 
 
 def planned(tasks: int, n: int, discordance: float) -> list[PlannedTask]:

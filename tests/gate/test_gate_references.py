@@ -11,14 +11,14 @@ from gate_samples import GUARD, gate_scores, part, right_on, scores_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.evaluation.scoring.document_scores import PairedScores
-from mergegate.tasks.gate import BEST_PARENT, CHAMPION, Guard, check_guards, needs_champion
-from mergegate.tasks.gate.evidence import ReferenceChoice, measure_guard
-from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.statistics import selection_bias
-from mergegate.tasks.publish.releases.origin import load_released_model
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.quality.evaluation.scoring.document_scores import PairedScores
+from mergegate.tasks.quality.gate import BEST_PARENT, CHAMPION, Guard, check_guards, needs_champion
+from mergegate.tasks.quality.gate.evidence import ReferenceChoice, measure_guard
+from mergegate.tasks.quality.gate.regression import judge_guards
+from mergegate.tasks.quality.gate.statistics import selection_bias
+from mergegate.tasks.release.publish.releases.origin import load_released_model
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})
 REIGNING = GUARD.model_copy(update={"guarded_by": CHAMPION})

@@ -9,11 +9,11 @@ import pytest
 from benchmark_scripts import script_fixture
 from gate_samples import pair
 
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.gate import Guard, GuardVerdict, undecided_tasks
-from mergegate.tasks.gate.evidence import measure_guard
-from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.stage import gate_verdict
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.gate import Guard, GuardVerdict, undecided_tasks
+from mergegate.tasks.quality.gate.evidence import measure_guard
+from mergegate.tasks.quality.gate.regression import judge_guards
+from mergegate.tasks.quality.gate.stage import gate_verdict
 
 GUARD = Guard(task="quiz", guarded_by="base")
 

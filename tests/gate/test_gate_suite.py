@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.gate.evidence import GuardEvidence
-from mergegate.tasks.gate.references import comparable_parents, with_anchor
-from mergegate.tasks.gate.regression import decide_task, judge_guards
-from mergegate.tasks.gate.sequential import look_levels
-from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, EvaluateSettings, GateRule, Guard
-from mergegate.tasks.gate.stage import undecided_tasks
-from mergegate.tasks.gate.statistics import binary_difference
-from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, reference_findings
-from mergegate.tasks.gate.verdicts import GateVerdict
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.gate.evidence import GuardEvidence
+from mergegate.tasks.quality.gate.references import comparable_parents, with_anchor
+from mergegate.tasks.quality.gate.regression import decide_task, judge_guards
+from mergegate.tasks.quality.gate.sequential import look_levels
+from mergegate.tasks.quality.gate.settings import ANCHOR, CHAMPION, EvaluateSettings, GateRule, Guard
+from mergegate.tasks.quality.gate.stage import undecided_tasks
+from mergegate.tasks.quality.gate.statistics import binary_difference
+from mergegate.tasks.quality.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, reference_findings
+from mergegate.tasks.quality.gate.verdicts import GateVerdict
 
 
 def evidence(

@@ -18,14 +18,14 @@ from samples import sampled_rows
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import by_task
-from mergegate.tasks.evaluation.scoring.document_scores import PairedScores
-from mergegate.tasks.evaluation.values import DocumentRange
-from mergegate.tasks.gate import Guard, graded_difference, graded_documents_needed, graded_scores
-from mergegate.tasks.gate.evidence import measure_guard
-from mergegate.tasks.gate.graded_scores import refutes
-from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.sequential import plan_looks
+from mergegate.tasks.quality.evaluation import by_task
+from mergegate.tasks.quality.evaluation.scoring.document_scores import PairedScores
+from mergegate.tasks.quality.evaluation.values import DocumentRange
+from mergegate.tasks.quality.gate import Guard, graded_difference, graded_documents_needed, graded_scores
+from mergegate.tasks.quality.gate.evidence import measure_guard
+from mergegate.tasks.quality.gate.graded_scores import refutes
+from mergegate.tasks.quality.gate.regression import judge_guards
+from mergegate.tasks.quality.gate.sequential import plan_looks
 
 script = script_fixture("error_rates")
 

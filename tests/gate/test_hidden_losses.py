@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from samples import sampled
 from scipy.stats import binom
 
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, PairedScores
-from mergegate.tasks.evaluation.scoring.metrics import PROBABILITY
-from mergegate.tasks.evaluation.values import interim_looks
-from mergegate.tasks.gate import GatePlan, GateRule, Guard, GuardVerdict, cannot_pass, undecided_tasks
-from mergegate.tasks.gate.alarms import Part, error_ratio_bound, leaf_parts
-from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
-from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.sequential import error_at_look, plan_looks
 from mergegate.tasks.preflight.evidence import Evidence
 from mergegate.tasks.preflight.power_forecast import forecast_undecidable, plan_interim_looks
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.quality.evaluation.scoring.metrics import PROBABILITY
+from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.gate import GatePlan, GateRule, Guard, GuardVerdict, cannot_pass, undecided_tasks
+from mergegate.tasks.quality.gate.alarms import Part, error_ratio_bound, leaf_parts
+from mergegate.tasks.quality.gate.evidence import GuardEvidence, measure_guard
+from mergegate.tasks.quality.gate.regression import judge_guards
+from mergegate.tasks.quality.gate.sequential import error_at_look, plan_looks
 
 GROUP = Guard(task="leaderboard", guarded_by="base")
 LEADERBOARD = {"ifeval": 541, "math": 1324, "gpqa": 1192, "musr": 756, "bbh": 5761, "mmlu_pro": 12032}

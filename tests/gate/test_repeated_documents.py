@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sampled_rows
 
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, pair_documents
-from mergegate.tasks.gate import Guard, binary_difference, graded_difference
-from mergegate.tasks.gate.clusters import connect, find_units, interval_over_units, join_clusters
-from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
-from mergegate.tasks.gate.regression import judge_guards
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore, pair_documents
+from mergegate.tasks.quality.gate import Guard, binary_difference, graded_difference
+from mergegate.tasks.quality.gate.clusters import connect, find_units, interval_over_units, join_clusters
+from mergegate.tasks.quality.gate.evidence import GuardEvidence, measure_guard
+from mergegate.tasks.quality.gate.regression import judge_guards
 
 HARD = Guard(task="reverse", guarded_by="reverser", max_drop=3, margin=3)  # only the bound can stop a merge
 

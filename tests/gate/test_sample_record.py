@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergegate.tasks import gate
-from mergegate.tasks.evaluation import EvalTask, SampleUse, Scoring
-from mergegate.tasks.gate import CHAMPION, Guard, JudgedSample, read_samples, record_sample, sample_start, wear_findings
+from mergegate.tasks.base.stage import home as home_of
 from mergegate.tasks.preflight import Evidence, with_next_samples
-from mergegate.tasks.stage import home as home_of
+from mergegate.tasks.quality import gate
+from mergegate.tasks.quality.evaluation import EvalTask, SampleUse, Scoring
+from mergegate.tasks.quality.gate import (
+    CHAMPION,
+    Guard,
+    JudgedSample,
+    read_samples,
+    record_sample,
+    sample_start,
+    wear_findings,
+)
 
 pytestmark = pytest.mark.usefixtures("home")
 

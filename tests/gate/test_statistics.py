@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from mergegate.tasks.gate import Guard, binary_difference, decide_guard
-from mergegate.tasks.gate.statistics import binary_bounds, documents_needed, score_statistic, selection_bias
+from mergegate.tasks.quality.gate import Guard, binary_difference, decide_guard
+from mergegate.tasks.quality.gate.statistics import binary_bounds, documents_needed, score_statistic, selection_bias
 
 STANDARD_ERROR = math.sqrt(0.90 * 0.10 / 10_000)  # of 90% coverage in 10,000 simulations
 

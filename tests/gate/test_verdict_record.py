@@ -19,12 +19,19 @@ from other_words import read_with_other_words
 from samples import sampled
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.gate import EVIDENCE_RECORD, EVIDENCE_TABLES, RecordedEvidence, VerdictRecord, verdict_record
-from mergegate.tasks.gate.evidence import GatePlan
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import GateInputs, gate
-from mergegate.tasks.gate.verdict_record import (
+from mergegate.tasks.base.stage import Section, Verdict
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.gate import (
+    EVIDENCE_RECORD,
+    EVIDENCE_TABLES,
+    RecordedEvidence,
+    VerdictRecord,
+    verdict_record,
+)
+from mergegate.tasks.quality.gate.evidence import GatePlan
+from mergegate.tasks.quality.gate.settings import GateRule, Guard
+from mergegate.tasks.quality.gate.stage import GateInputs, gate
+from mergegate.tasks.quality.gate.verdict_record import (
     OUTCOMES,
     compare_verdicts,
     decide_again,
@@ -32,8 +39,7 @@ from mergegate.tasks.gate.verdict_record import (
     plain_verdict,
     record_evidence,
 )
-from mergegate.tasks.perplexity.settings import DriftLimits
-from mergegate.tasks.stage import Section, Verdict
+from mergegate.tasks.quality.perplexity.settings import DriftLimits
 
 SEEDS = range(8)
 

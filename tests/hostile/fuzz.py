@@ -64,14 +64,14 @@ from mergegate.merge_core.errors import MergegateError  # noqa: E402
 from mergegate.merge_core.files import JournalLocation, open_journal  # noqa: E402
 from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
-from mergegate.tasks.checkpoints import parse_card  # noqa: E402
-from mergegate.tasks.evaluation.definitions.task_file import local_imports  # noqa: E402
-from mergegate.tasks.evaluation.definitions.tree import task_tree  # noqa: E402
-from mergegate.tasks.evaluation.results import find_results, read_task  # noqa: E402
-from mergegate.tasks.evaluation.scoring.metrics import choose_metrics  # noqa: E402
+from mergegate.tasks.base.store import MANIFEST, VALUE, Store, StoreMiss  # noqa: E402
+from mergegate.tasks.models.checkpoints import parse_card  # noqa: E402
 from mergegate.tasks.preflight.licenses.resolve import CardSource, read_declaration  # noqa: E402
-from mergegate.tasks.publish.releases.verify import check_release  # noqa: E402
-from mergegate.tasks.store import MANIFEST, VALUE, Store, StoreMiss  # noqa: E402
+from mergegate.tasks.quality.evaluation.definitions.task_file import local_imports  # noqa: E402
+from mergegate.tasks.quality.evaluation.definitions.tree import task_tree  # noqa: E402
+from mergegate.tasks.quality.evaluation.results import find_results, read_task  # noqa: E402
+from mergegate.tasks.quality.evaluation.scoring.metrics import choose_metrics  # noqa: E402
+from mergegate.tasks.release.publish.releases.verify import check_release  # noqa: E402
 
 SLOW = 5  # Limit of one execution, in seconds.
 PLACE = Path("x")

@@ -230,7 +230,7 @@ def release(place: Path) -> Path:
     """Publish a release to a directory."""
     from release_samples import publishable
 
-    from mergegate.tasks.publish.targets.directory import DirectoryTarget
+    from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
 
     published = publishable(place / "made").publish(DirectoryTarget(path=place / "out"), place)
     return Path(published.location)

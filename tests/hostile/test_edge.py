@@ -23,8 +23,8 @@ from mergegate.merge_core.engine.output import write_companions
 from mergegate.merge_core.errors import InvalidInput, to_printable
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing.yaml_text import MAX_YAML_BYTES
-from mergegate.tasks.evaluation.definitions.task import pin_task
 from mergegate.tasks.preflight.compatibility import custom_code_findings
+from mergegate.tasks.quality.evaluation.definitions.task import pin_task
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=8),

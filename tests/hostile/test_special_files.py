@@ -24,12 +24,12 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.merge_core.parsing import MAX_DATA_BYTES, LocalPath
-from mergegate.tasks.judge.answers import pin_prompts
-from mergegate.tasks.judge.settings import JudgeSettings
-from mergegate.tasks.perplexity.text import TextSetting, pin_text
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.publish.signing import private_key, public_key
-from mergegate.tasks.publish.targets import publish_targets
+from mergegate.tasks.quality.judge.answers import pin_prompts
+from mergegate.tasks.quality.judge.settings import JudgeSettings
+from mergegate.tasks.quality.perplexity.text import TextSetting, pin_text
+from mergegate.tasks.release.publish.signing import private_key, public_key
+from mergegate.tasks.release.publish.targets import publish_targets
 from mergegate.tasks.shadow.traffic.replay import read_traffic
 
 PATH = TypeAdapter(LocalPath)

@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import sha256_file
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, Prompts, answer, read_answers
-from mergegate.tasks.judge.settings import Generation
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.judge.answers import AnswerSummary, ConversationAnswers, Prompts, answer, read_answers
+from mergegate.tasks.quality.judge.settings import Generation
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}. {% endfor %}a:"
 
 
 @pytest.fixture(autouse=True)
 def no_other_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("mergegate.tasks.judge.answers.call_model_process", call_here)
+    monkeypatch.setattr("mergegate.tasks.quality.judge.answers.call_model_process", call_here)
     yield
     unload_models()
 

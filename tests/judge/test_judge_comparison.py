@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate import graded_difference
-from mergegate.tasks.judge.answers import AnswerSummary
-from mergegate.tasks.judge.comparison import (
+from mergegate.tasks.quality.gate import graded_difference
+from mergegate.tasks.quality.judge.answers import AnswerSummary
+from mergegate.tasks.quality.judge.comparison import (
     JudgeVerdict,
     Judgment,
     Order,
@@ -28,8 +28,8 @@ from mergegate.tasks.judge.comparison import (
     control_result,
     settle,
 )
-from mergegate.tasks.judge.questions import DAMAGES, MIN_CONTROLS, Damage, damaged_copy
-from mergegate.tasks.judge.settings import JudgeRule, JudgeSettings
+from mergegate.tasks.quality.judge.questions import DAMAGES, MIN_CONTROLS, Damage, damaged_copy
+from mergegate.tasks.quality.judge.settings import JudgeRule, JudgeSettings
 
 SAID: list[Winner | None] = ["reference", "merge", "tie", None]
 

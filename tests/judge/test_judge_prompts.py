@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.judge.answers import JudgePrompts, Prompt, pin_prompts, read_prompts
-from mergegate.tasks.judge.questions import JudgeQuestion, JudgeVote, messages, parse_reply, response_format
-from mergegate.tasks.judge.settings import DIMENSIONS, JudgeSettings
+from mergegate.tasks.quality.judge.answers import JudgePrompts, Prompt, pin_prompts, read_prompts
+from mergegate.tasks.quality.judge.questions import JudgeQuestion, JudgeVote, messages, parse_reply, response_format
+from mergegate.tasks.quality.judge.settings import DIMENSIONS, JudgeSettings
 
 MT_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Start every sentence with A."]},

@@ -12,9 +12,9 @@ from loopback import Answer
 from openai_server import OpenAiServer, completion, serving
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.judge.answers import Prompt
-from mergegate.tasks.judge.questions import ChatServer, Reply, ask_judge, both_orders, response_format
-from mergegate.tasks.judge.settings import JudgeServer, JudgmentSettings
+from mergegate.tasks.quality.judge.answers import Prompt
+from mergegate.tasks.quality.judge.questions import ChatServer, Reply, ask_judge, both_orders, response_format
+from mergegate.tasks.quality.judge.settings import JudgeServer, JudgmentSettings
 
 MESSAGES = [{"role": "user", "content": "which?"}]
 FORMAT = response_format({"clarity": "It is clear."})

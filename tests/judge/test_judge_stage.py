@@ -16,11 +16,11 @@ from tiny_models import CPU, make_model, words, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.judge.answers import pin_prompts
-from mergegate.tasks.judge.settings import JudgeSettings
-from mergegate.tasks.judge.stage import JudgedAnswers, judge_models
-from mergegate.tasks.stage.progress import StageStatus, progress_watcher
+from mergegate.tasks.base.stage.progress import StageStatus, progress_watcher
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.quality.judge.answers import pin_prompts
+from mergegate.tasks.quality.judge.settings import JudgeSettings
+from mergegate.tasks.quality.judge.stage import JudgedAnswers, judge_models
 
 PROMPTS = 24
 pytestmark = [pytest.mark.story, pytest.mark.usefixtures("home", "prefect_api")]

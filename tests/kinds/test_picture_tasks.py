@@ -18,14 +18,14 @@ from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation
-from mergegate.tasks import evaluation
-from mergegate.tasks.checkpoints import TellProgress, load_model
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends.picture_processor import load_processor
-from mergegate.tasks.evaluation.backends.pictures import hash_picture, split_at_placeholders
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.harness import score_documents
-from mergegate.tasks.evaluation.scoring.loading import inspect_data
+from mergegate.tasks.models.checkpoints import TellProgress, load_model
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality import evaluation
+from mergegate.tasks.quality.evaluation.backends.picture_processor import load_processor
+from mergegate.tasks.quality.evaluation.backends.pictures import hash_picture, split_at_placeholders
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.harness import score_documents
+from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 DOCUMENTS = 6

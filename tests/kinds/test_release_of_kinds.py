@@ -13,7 +13,7 @@ from kind_projects import GUARDS, Project, average, load, make_project, outputs
 from samples import sampled, sampled_rows
 
 from mergegate.merge_core.architecture import TaskForm
-from mergegate.tasks.checkpoints import end_model_process
+from mergegate.tasks.models.checkpoints import end_model_process
 
 RELEASED = (
     *("text generator", "bert embedding", "modernbert embedding", "qwen3 embedding", "sparse encoder", "cross-encoder"),
@@ -82,7 +82,7 @@ def require_a_second_run_without_work(project: Project, monkeypatch: pytest.Monk
         raise AssertionError("a process was started")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mergegate.tasks.sandbox.SupervisedProcess.__init__", start)
+        patch.setattr("mergegate.tasks.base.sandbox.SupervisedProcess.__init__", start)
         again = project.mergegate("run", "profile.yaml")
     assert again.exit_code == 0, again.output
     assert "nothing new" in again.output

@@ -26,12 +26,12 @@ from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation
-from mergegate.tasks.checkpoints import LoadedModel, load_model, unload_models
-from mergegate.tasks.evaluation.backends.hf import wrap_model
-from mergegate.tasks.evaluation.definitions.task import EvalTask
-from mergegate.tasks.evaluation.scoring.harness import LongerAnswers, ScoringJob, score_documents
-from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.models.checkpoints import LoadedModel, load_model, unload_models
 from mergegate.tasks.preflight import kind_findings
+from mergegate.tasks.quality.evaluation.backends.hf import wrap_model
+from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.scoring.harness import LongerAnswers, ScoringJob, score_documents
+from mergegate.tasks.quality.evaluation.settings import Scoring
 
 FAMILIES, KINDS = ("t5", "bart"), ("chosen", "generated")
 COUNT = 12

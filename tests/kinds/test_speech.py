@@ -19,12 +19,12 @@ from tone_speech import RATE, phrases, sound_of, write_parents, write_recordings
 import mergegate
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import unload_models
-from mergegate.tasks.evaluation.built_in import TranscriptionTask
-from mergegate.tasks.evaluation.built_in.transcription import normalize_words, share_of_errors
-from mergegate.tasks.evaluation.definitions.task import pin_built_in
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.evaluation.scoring.harness import score_documents
+from mergegate.tasks.models.checkpoints import unload_models
+from mergegate.tasks.quality.evaluation.built_in import TranscriptionTask
+from mergegate.tasks.quality.evaluation.built_in.transcription import normalize_words, share_of_errors
+from mergegate.tasks.quality.evaluation.definitions.task import pin_built_in
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.harness import score_documents
 
 COUNT = 20
 Parents: TypeAlias = Callable[[str], Path]

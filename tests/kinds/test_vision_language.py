@@ -21,13 +21,13 @@ from tiny_kinds import VISION_LANGUAGE, write
 
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import LoadedModel, load_model
-from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends.hf import wrap_model
-from mergegate.tasks.perplexity.measurement import TextWindow, read_batch
-from mergegate.tasks.variants.compressed_tensors import CompressedTensorsFormat
-from mergegate.tasks.variants.contract import VariantFormat
-from mergegate.tasks.variants.gguf import GgufFormat
+from mergegate.tasks.models.checkpoints import LoadedModel, load_model
+from mergegate.tasks.models.checkpoints.model_cache import unload_models
+from mergegate.tasks.quality.evaluation.backends.hf import wrap_model
+from mergegate.tasks.quality.perplexity.measurement import TextWindow, read_batch
+from mergegate.tasks.quality.variants.compressed_tensors import CompressedTensorsFormat
+from mergegate.tasks.quality.variants.contract import VariantFormat
+from mergegate.tasks.quality.variants.gguf import GgufFormat
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 

@@ -14,10 +14,10 @@ import transformers
 
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
-from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.statistics import read_gradients, read_inputs
-from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.quality.perplexity import HeldOutText, TextSetting, pin_text
 
 R = TypeVar("R")
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"

@@ -23,8 +23,8 @@ from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.recipe import Source
-from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
 from mergegate.tasks.merge import prepare_recipe, select_named_parents
+from mergegate.tasks.models.checkpoints import pin_checkpoints, resolve_parents
 
 MODELS = DEMO / "models"
 Points = list[list[float]]

@@ -12,8 +12,8 @@ import transformers
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge.gates import GateRequest, PromptPair, compute_rows
+from mergegate.tasks.models.checkpoints.model import Model
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo/models"
 POSITIVE, NEGATIVE = ("rev: abcd>", "rev: the old "), ("shift: abc",)

@@ -27,12 +27,12 @@ from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.recipe import CalibrationReading, RouterRepair
-from mergegate.tasks.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
-from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.base.stage import runtime
 from mergegate.tasks.merge.calibration import pin_calibration_texts, router_needs
 from mergegate.tasks.merge.routers import ParentRouters, RepairRequest, RouterRepairSummary, new_routers, repair_routers
+from mergegate.tasks.models.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
+from mergegate.tasks.models.checkpoints.model import Model
 from mergegate.tasks.preflight.evidence import collect_calibration_texts
-from mergegate.tasks.stage import runtime
 
 Array = np.ndarray
 TEXTS = (SENTENCES, (*SENTENCES[:0:-1], "the shy fox likes the odd pig again."))

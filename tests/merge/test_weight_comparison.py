@@ -20,10 +20,10 @@ from samples import sampled
 from tiny_models import make_model
 
 from mergegate.merge_core.checkpoint import read_header
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.pin import PinnedAdapter, PinnedCheckpoint
 from mergegate.tasks.merge import WeightComparison, compare_with_parents, describe_changes, find_copied_parent
 from mergegate.tasks.merge.weight_comparison import compare_tables
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.pin import PinnedAdapter, PinnedCheckpoint
 
 pytestmark = pytest.mark.usefixtures("own_store")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

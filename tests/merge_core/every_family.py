@@ -35,7 +35,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.architecture.model_kinds import ModelKind, class_kinds
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import Differences, compare_with_classes
+from mergegate.tasks.models.checkpoints import Differences, compare_with_classes
 
 PROJECT = Path(__file__).resolve().parents[2]
 COMMAND = "python tests/merge_core/every_family.py"

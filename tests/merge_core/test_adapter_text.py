@@ -19,8 +19,8 @@ from mergegate.merge_core import Finding, load_recipe, merge_weights, open_check
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import ResolvedAdapter
 from mergegate.tasks.merge import combine_parents
+from mergegate.tasks.models.checkpoints import ResolvedAdapter
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")

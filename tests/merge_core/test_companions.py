@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mergegate.merge_core import Finding, open_checkpoint
 from mergegate.merge_core.checkpoint import companion_kind, has_vocabulary, is_copyable
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model import find_model_problem
+from mergegate.tasks.models.checkpoints.model import find_model_problem
 
 POOLING = {
     "modules.json": '[{"idx": 0, "path": "", "type": "t.Transformer"}, {"idx": 1, "path": "1_Pooling", "type": "t.P"}]',

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from mergegate.merge_core.files.records import JOURNAL, JournalLocation, open_journal
-from mergegate.tasks.store.store import Store, StoreMiss
+from mergegate.tasks.base.store.store import Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 RECORDS = st.lists(st.lists(st.floats() | st.text(max_size=5), max_size=4), max_size=6)

@@ -19,8 +19,8 @@ from mergegate.merge_core import EngineSettings, methods, open_checkpoint
 from mergegate.merge_core.analysis import Tally
 from mergegate.merge_core.engine.forecast import Needs, estimate_needs
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.explain.remedies import Diagnosis, Remedy, suggest_remedies
-from mergegate.tasks.gate import GateVerdict
+from mergegate.tasks.quality.gate import GateVerdict
+from mergegate.tasks.release.explain.remedies import Diagnosis, Remedy, suggest_remedies
 
 PEER = {
     *("linear", "slerp", "nuslerp", "multislerp", "karcher", "task_arithmetic", "ties", "dare_linear", "dare_ties"),

@@ -24,7 +24,7 @@ from samples import sampled
 from mergegate.merge_core import files
 from mergegate.merge_core.files.records import JOURNAL, JournalLocation
 from mergegate.merge_core.files.state import sqlite_is_damaged
-from mergegate.tasks.store import MANIFEST, VALUE, Store, examine_store, mend_state
+from mergegate.tasks.base.store import MANIFEST, VALUE, Store, examine_store, mend_state
 
 KEY = "0123456789abcdef" * 4
 JSON = st.recursive(

@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import unload_models
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.perplexity import ensemble_gain_share, ensemble_likelihoods, stage
-from mergegate.tasks.perplexity.measurement import WindowSettings
-from mergegate.tasks.perplexity.settings import PerplexitySettings
-from mergegate.tasks.perplexity.stage import Likelihoods, perplexity, pin_documents, read_documents
-from mergegate.tasks.perplexity.text import HeldOutText, read_distinct, read_texts
+from mergegate.tasks.models.checkpoints import unload_models
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.quality.perplexity import ensemble_gain_share, ensemble_likelihoods, stage
+from mergegate.tasks.quality.perplexity.measurement import WindowSettings
+from mergegate.tasks.quality.perplexity.settings import PerplexitySettings
+from mergegate.tasks.quality.perplexity.stage import Likelihoods, perplexity, pin_documents, read_documents
+from mergegate.tasks.quality.perplexity.text import HeldOutText, read_distinct, read_texts
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(5)] + ["a", "ab " * 40]
 UP, PT = "model.layers.1.mlp.up_proj.weight", {"format": "pt"}

@@ -13,13 +13,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
+from mergegate.tasks.base.store.manifest import stage_key
+from mergegate.tasks.models.checkpoints.pin import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, read_declaration, walk
 from mergegate.tasks.preflight.licenses.rules import Unread
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import LicenseSettings
-from mergegate.tasks.store.manifest import stage_key
 
 TABLE = load_table()
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import Model, QuantizedModel
-from mergegate.tasks.evaluation import EvalTask, Scoring
-from mergegate.tasks.evaluation.backends.vllm import VllmSettings
-from mergegate.tasks.gate import GateRule, Guard
+from mergegate.tasks.base.store import digest
 from mergegate.tasks.merge import MERGED
-from mergegate.tasks.perplexity import DriftLimits
+from mergegate.tasks.models.checkpoints import Model, QuantizedModel
 from mergegate.tasks.preflight import Evidence, evidence_for_variant, forecast_variant_power
-from mergegate.tasks.store import digest
-from mergegate.tasks.variants import variant_formats
+from mergegate.tasks.quality.evaluation import EvalTask, Scoring
+from mergegate.tasks.quality.evaluation.backends.vllm import VllmSettings
+from mergegate.tasks.quality.gate import GateRule, Guard
+from mergegate.tasks.quality.perplexity import DriftLimits
+from mergegate.tasks.quality.variants import variant_formats
 
 ROOT = Path("/profiles")
 

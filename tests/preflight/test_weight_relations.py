@@ -13,14 +13,14 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
+from mergegate.tasks.base.store.manifest import stage_key
+from mergegate.tasks.models.checkpoints.pin import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses import IndexedModel, KnownModels, add_to_index, read_index, read_known_models
 from mergegate.tasks.preflight.licenses import check as license_check
 from mergegate.tasks.preflight.licenses import weight_relations as fingerprints
 from mergegate.tasks.preflight.licenses.check import Declared, check_licenses, compare_weights, read_licenses
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import LicenseSettings
-from mergegate.tasks.store.manifest import stage_key
 
 TABLE = load_table()
 Weights = Mapping[str, NDArray[np.float32]]

@@ -77,7 +77,7 @@ class S3OnLoopback:
         """Configure boto3 and fsspec for this server as a user would. Drop their cached clients before and after."""
         import s3fs
 
-        from mergegate.tasks.publish.targets import s3_access as access
+        from mergegate.tasks.release.publish.targets import s3_access as access
 
         for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": self.url}.items():
             patch.setenv(name, value)

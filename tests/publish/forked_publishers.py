@@ -24,18 +24,18 @@ from pathlib import Path
 time.sleep = lambda seconds: None
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import HashMemo, sha256_file
-from mergegate.tasks.publish.content import ReleaseFile
-from mergegate.tasks.publish.targets import PublishRequest, publish_targets
+from mergegate.tasks.release.publish.content import ReleaseFile
+from mergegate.tasks.release.publish.targets import PublishRequest, publish_targets
 """
 # These scripts define ``publish(request, job, waits)``, which returns the outcome.
 _ANY = """
 if "s3" in sys.argv:
-    from mergegate.tasks.publish.targets import s3_access as access
+    from mergegate.tasks.release.publish.targets import s3_access as access
     access.READ_S = 0.4
     access._client(None, access.CONNECT_S, access.READ_S)
 if "oci" in sys.argv:
     import httpx
-    from mergegate.tasks.publish.targets import oci as registry
+    from mergegate.tasks.release.publish.targets import oci as registry
     registry.TIMEOUT_S = 0.4
     httpx.Client(verify=False, trust_env=False)
 
@@ -46,8 +46,8 @@ def publish(request, job, waits):
 _HUB = """
 import huggingface_hub.hf_api, huggingface_hub._commit_api, huggingface_hub.utils._xet, huggingface_hub.lfs, httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
-from mergegate.tasks.publish.targets.hub_publication import publish_hub
-from mergegate.tasks.checkpoints.hub import HubAccess
+from mergegate.tasks.release.publish.targets.hub_publication import publish_hub
+from mergegate.tasks.models.checkpoints.hub import HubAccess
 
 def publish(request, job, waits):
     access = HubAccess(job["target"]["endpoint"], job["target"]["token"])

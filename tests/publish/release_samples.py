@@ -18,34 +18,46 @@ from builders.results import build, sha, task_score
 from gguf_samples import METADATA, gguf
 
 from mergegate.merge_core import load_recipe
-from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
-from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.values import DataSource, TaskData
-from mergegate.tasks.gate.evidence import GatePlan
-from mergegate.tasks.gate.settings import GateRule
-from mergegate.tasks.gate.stage import GateInputs
-from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, RecordedEvidence, record_evidence, verdict_record
-from mergegate.tasks.gate.verdicts import GateVerdict
+from mergegate.tasks.base.store import Artifact, digest
 from mergegate.tasks.merge import MergeSummary, Numerics
+from mergegate.tasks.models.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.preflight.licenses.algebra import combine_licenses
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.preflight.licenses.rules import LicensedParent
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import Use
-from mergegate.tasks.publish import PassedVariant, ReleaseParts, VariantParts, publish, variant_content
-from mergegate.tasks.publish.content import FACTS, SUMS, ReleaseFile, checksums_text, content_version, written_file
-from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS
-from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeRelease, read_facts
-from mergegate.tasks.publish.targets.contract import PublishTarget, Release
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
-from mergegate.tasks.publish.targets.hub import HubTarget
-from mergegate.tasks.report.content import Library, ReportContent, ReportedModel
-from mergegate.tasks.report.stage import Report
-from mergegate.tasks.serve import Check
-from mergegate.tasks.store import Artifact, digest
-from mergegate.tasks.variants import VariantRecord, VariantVerdict
-from mergegate.tasks.variants.gguf import GgufFormat
+from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScore
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.evaluation.values import DataSource, TaskData
+from mergegate.tasks.quality.gate.evidence import GatePlan
+from mergegate.tasks.quality.gate.settings import GateRule
+from mergegate.tasks.quality.gate.stage import GateInputs
+from mergegate.tasks.quality.gate.verdict_record import (
+    EVIDENCE_RECORD,
+    RecordedEvidence,
+    record_evidence,
+    verdict_record,
+)
+from mergegate.tasks.quality.gate.verdicts import GateVerdict
+from mergegate.tasks.quality.serve import Check
+from mergegate.tasks.quality.variants import VariantRecord, VariantVerdict
+from mergegate.tasks.quality.variants.gguf import GgufFormat
+from mergegate.tasks.release.publish import PassedVariant, ReleaseParts, VariantParts, publish, variant_content
+from mergegate.tasks.release.publish.content import (
+    FACTS,
+    SUMS,
+    ReleaseFile,
+    checksums_text,
+    content_version,
+    written_file,
+)
+from mergegate.tasks.release.publish.documents.card_metadata import BENCHMARKS
+from mergegate.tasks.release.publish.documents.facts import DocumentFacts, MergeRelease, read_facts
+from mergegate.tasks.release.publish.targets.contract import PublishTarget, Release
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.release.publish.targets.hub import HubTarget
+from mergegate.tasks.release.report.content import Library, ReportContent, ReportedModel
+from mergegate.tasks.release.report.stage import Report
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RECIPE = """\

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.publish.targets import CurrentRelease, PublishRequest, PublishTarget, Release
+from mergegate.tasks.release.publish.targets import CurrentRelease, PublishRequest, PublishTarget, Release
 
 
 class ShelfTarget(PublishTarget):

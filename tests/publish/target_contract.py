@@ -20,10 +20,10 @@ from release_samples import publishable
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.publish.content import ReleaseFile, content_version, written_file
-from mergegate.tasks.publish.releases import check_release, load_released_model
-from mergegate.tasks.publish.targets import CurrentRelease, PublishRequest, PublishTarget, Release, find_release
+from mergegate.tasks.models.checkpoints import Model
+from mergegate.tasks.release.publish.content import ReleaseFile, content_version, written_file
+from mergegate.tasks.release.publish.releases import check_release, load_released_model
+from mergegate.tasks.release.publish.targets import CurrentRelease, PublishRequest, PublishTarget, Release, find_release
 
 ALIAS = "production"
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}

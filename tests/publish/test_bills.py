@@ -12,10 +12,16 @@ import pytest
 from release_samples import COMMIT, content, cyclonedx_finds, facts_of, files, needs_validators, publishable, sha, share
 
 from mergegate.tasks.preflight.licenses import load_table
-from mergegate.tasks.publish.documents.bom import MISSING_FACT, BillOfMaterials, web_address
-from mergegate.tasks.publish.documents.facts import DatasetFacts, DocumentLink, Modification, ParentFacts, ReleaseFacts
-from mergegate.tasks.publish.settings import AboutRelease, Supplier
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.release.publish.documents.bom import MISSING_FACT, BillOfMaterials, web_address
+from mergegate.tasks.release.publish.documents.facts import (
+    DatasetFacts,
+    DocumentLink,
+    Modification,
+    ParentFacts,
+    ReleaseFacts,
+)
+from mergegate.tasks.release.publish.settings import AboutRelease, Supplier
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
 
 HUB_PARENT = ParentFacts(
     name="acme/general@main", role="base", identity=COMMIT, hub_id="acme/general", license="apache-2.0",

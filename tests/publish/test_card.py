@@ -15,15 +15,15 @@ from release_samples import COMMIT, NUMERICS, content, facts_of, license_verdict
 from scipy.stats import binomtest
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.checkpoints import parse_card
-from mergegate.tasks.evaluation.scoring.scores import TaskScore
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.values import DataSource, TaskData
+from mergegate.tasks.models.checkpoints import parse_card
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
-from mergegate.tasks.publish.documents.card import model_card, score_interval
-from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
-from mergegate.tasks.publish.targets.hub import HubTarget
-from mergegate.tasks.report.content import ReportContent
+from mergegate.tasks.quality.evaluation.scoring.scores import TaskScore
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.evaluation.values import DataSource, TaskData
+from mergegate.tasks.release.publish.documents.card import model_card, score_interval
+from mergegate.tasks.release.publish.documents.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
+from mergegate.tasks.release.publish.targets.hub import HubTarget
+from mergegate.tasks.release.report.content import ReportContent
 
 GSM8K = share("gsm8k", 700, 1319, "exact_match,flexible-extract")
 SCORES = (GSM8K, share("gsm8k", 650, 1319, "exact_match,strict-match"), share("arc_easy", 300, 400))

@@ -30,18 +30,18 @@ from mergegate.merge_core.adapters.output import task_type
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind, kind_of_directory
 from mergegate.merge_core.architecture.model_kinds import class_kinds
 from mergegate.merge_core.checkpoint import Companions
-from mergegate.tasks.evaluation.scoring.scores import TaskScore
-from mergegate.tasks.gate import describe_untested
-from mergegate.tasks.gate.evidence import GateFinding
-from mergegate.tasks.publish.content import BOM
-from mergegate.tasks.publish.documents.card import loading_code
-from mergegate.tasks.publish.documents.card_metadata import TASK_NAMES, card_metadata, released_kind
-from mergegate.tasks.publish.documents.facts import MergeRelease
-from mergegate.tasks.publish.targets.hub import HubTarget
-from mergegate.tasks.report import plots
-from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.page import render
-from mergegate.tasks.report.wording import error_rate_note, samples_note
+from mergegate.tasks.quality.evaluation.scoring.scores import TaskScore
+from mergegate.tasks.quality.gate import describe_untested
+from mergegate.tasks.quality.gate.evidence import GateFinding
+from mergegate.tasks.release.publish.content import BOM
+from mergegate.tasks.release.publish.documents.card import loading_code
+from mergegate.tasks.release.publish.documents.card_metadata import TASK_NAMES, card_metadata, released_kind
+from mergegate.tasks.release.publish.documents.facts import MergeRelease
+from mergegate.tasks.release.publish.targets.hub import HubTarget
+from mergegate.tasks.release.report import plots
+from mergegate.tasks.release.report.content import ReportContent
+from mergegate.tasks.release.report.page import render
+from mergegate.tasks.release.report.wording import error_rate_note, samples_note
 
 
 class Layout(NamedTuple):

@@ -10,11 +10,22 @@ import pytest
 from release_samples import facts_of, publishable, sha, variant_parts
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.publish import MergeRelease, ReleaseParts, VariantParts
-from mergegate.tasks.publish.documents.card import ModificationThreshold, compliance_sheet, flop_text, model_card
-from mergegate.tasks.publish.documents.facts import DatasetFacts, DocumentFacts, DocumentLink, ParentCard, ParentFacts
-from mergegate.tasks.publish.settings import AboutRelease
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.release.publish import MergeRelease, ReleaseParts, VariantParts
+from mergegate.tasks.release.publish.documents.card import (
+    ModificationThreshold,
+    compliance_sheet,
+    flop_text,
+    model_card,
+)
+from mergegate.tasks.release.publish.documents.facts import (
+    DatasetFacts,
+    DocumentFacts,
+    DocumentLink,
+    ParentCard,
+    ParentFacts,
+)
+from mergegate.tasks.release.publish.settings import AboutRelease
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
 
 ABOUT = {
     "supplier": {"name": "ACME <b>& Sons", "url": "https://acme.example", "contact": "ai@acme.example"},

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from mergegate.merge_core import open_checkpoint, plan_merge
 from mergegate.merge_core.engine import EngineSettings, merge_tensors
 from mergegate.merge_core.methods import merge_methods
-from mergegate.tasks.publish.documents.facts import Modification
+from mergegate.tasks.release.publish.documents.facts import Modification
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "merge_core"))
 from family import read_recipe, recipe_of, save_checkpoint

@@ -15,9 +15,9 @@ from target_contract import ALIAS, require_aliases
 from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
 from mergegate.merge_core.files import MARK, MARK_CONTENT
 from mergegate.merge_core.files.hashing import HashMemo, sha256_file
-from mergegate.tasks.publish.content import ReleaseFile, content_version, written_file
-from mergegate.tasks.publish.targets.contract import OnProgress, PublishRequest, Release
-from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
+from mergegate.tasks.release.publish.content import ReleaseFile, content_version, written_file
+from mergegate.tasks.release.publish.targets.contract import OnProgress, PublishRequest, Release
+from mergegate.tasks.release.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
 
 @dataclass(frozen=True)

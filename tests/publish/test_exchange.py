@@ -23,15 +23,15 @@ from release_samples import COMMIT, VALIDATORS, needs_validators, publishable, s
 from samples import sampled
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.evaluation.results import find_results, read_task
-from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
-from mergegate.tasks.gate.evidence import GatePlan
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import GateInputs, gate
-from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
-from mergegate.tasks.perplexity.settings import DriftLimits
-from mergegate.tasks.publish.releases import VerifiedRelease, check_release, inspect_logs, read_release_results
-from mergegate.tasks.publish.targets import PublishedRelease, find_release
+from mergegate.tasks.quality.evaluation.results import find_results, read_task
+from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.quality.gate.evidence import GatePlan
+from mergegate.tasks.quality.gate.settings import GateRule, Guard
+from mergegate.tasks.quality.gate.stage import GateInputs, gate
+from mergegate.tasks.quality.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
+from mergegate.tasks.quality.perplexity.settings import DriftLimits
+from mergegate.tasks.release.publish.releases import VerifiedRelease, check_release, inspect_logs, read_release_results
+from mergegate.tasks.release.publish.targets import PublishedRelease, find_release
 
 NOW = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
 Exports: TypeAlias = Callable[[int], tuple[Path, Path]]

@@ -24,11 +24,11 @@ from target_contract import ALIAS, attempts_with_fault, require_aliases, small_r
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo, sha256_file
-from mergegate.tasks.checkpoints.hub import HubAccess, hub_access
-from mergegate.tasks.publish.content import ReleaseFile
-from mergegate.tasks.publish.targets import PublishRequest
-from mergegate.tasks.publish.targets.hub import HubTarget, version_on
-from mergegate.tasks.publish.targets.hub_publication import publish_hub
+from mergegate.tasks.models.checkpoints.hub import HubAccess, hub_access
+from mergegate.tasks.release.publish.content import ReleaseFile
+from mergegate.tasks.release.publish.targets import PublishRequest
+from mergegate.tasks.release.publish.targets.hub import HubTarget, version_on
+from mergegate.tasks.release.publish.targets.hub_publication import publish_hub
 
 MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
 CARD = "---\nlicense: mit\n---\n# demo\n"

@@ -20,7 +20,7 @@ from look_alike_repository import Repository, plain
 from oidc_look_alike import PublisherEntry, job_environment
 from signing_keys import write_keys
 
-from mergegate.tasks.checkpoints import read_card
+from mergegate.tasks.models.checkpoints import read_card
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "variants"))
 from rounded_format import rounded_registered

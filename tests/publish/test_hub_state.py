@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mergegate.tasks.checkpoints.hub.access import RemoteFile
-from mergegate.tasks.publish.targets.hub_publication import (
+from mergegate.tasks.models.checkpoints.hub.access import RemoteFile
+from mergegate.tasks.release.publish.targets.hub_publication import (
     DesiredFile,
     DesiredState,
     Head,
@@ -15,7 +15,7 @@ from mergegate.tasks.publish.targets.hub_publication import (
     Step,
     next_step,
 )
-from mergegate.tasks.publish.targets.reconcile import PublicationBlocked
+from mergegate.tasks.release.publish.targets.reconcile import PublicationBlocked
 
 WEIGHTS = DesiredFile(size=9, sha256="a" * 64, blob=None)
 CARD = DesiredFile(size=4, sha256="b" * 64, blob="b" * 40)

@@ -22,8 +22,8 @@ from signing_keys import hashes, write_keys, write_model
 from sigstore_stand_in import GITHUB_ISSUER, SigstoreInstance, sigstore_on_loopback
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.publish import signing as keyless
-from mergegate.tasks.publish.settings import SigstoreSettings
+from mergegate.tasks.release.publish import signing as keyless
+from mergegate.tasks.release.publish.settings import SigstoreSettings
 
 IDENTITY = "https://ci.example.org/acme/models/release"
 CI_VARIABLES = (
@@ -268,7 +268,7 @@ def test_a_user_at_a_terminal_logs_in_with_a_browser(signing: Signing, monkeypat
     def logins() -> int:
         return signing.instance.requests.count("GET /oidc/auth")
 
-    monkeypatch.setattr("mergegate.tasks.publish.signing._has_user", lambda: True)
+    monkeypatch.setattr("mergegate.tasks.release.publish.signing._has_user", lambda: True)
     monkeypatch.setattr("webbrowser.open", log_in)
     assert expect(signing.trust) == "the user who logs in with a browser"
     signing.instance.begin()
@@ -278,7 +278,7 @@ def test_a_user_at_a_terminal_logs_in_with_a_browser(signing: Signing, monkeypat
         assert keyless.read_keyless(bundle).files == {name: "0" * 64}
         assert not problem_of(bundle, signing.policy_for("alice@example.org"))
     assert logins() == 1  # one login for a release and its variants
-    monkeypatch.setattr("mergegate.tasks.publish.signing._SIGNING_TIME", timedelta(minutes=10))
+    monkeypatch.setattr("mergegate.tasks.release.publish.signing._SIGNING_TIME", timedelta(minutes=10))
     for _ in range(2):  # The certificate is valid for 10 minutes, so it is too old for another signature.
         keyless.sign_keyless("demo", {}, signing.settings, Path("/"))
     assert logins() == 2
@@ -312,7 +312,7 @@ def test_an_invalid_trust_configuration_is_reported_with_its_file(content: str, 
 
 
 def test_a_missing_library_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergegate.tasks.publish.signing.find_spec", lambda _: None)
+    monkeypatch.setattr("mergegate.tasks.release.publish.signing.find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match=r"mergegate\[sigstore\]"):
         expect(None)
 
@@ -321,7 +321,7 @@ def test_a_missing_library_is_reported_with_its_extra(monkeypatch: pytest.Monkey
 def test_a_service_that_never_answers_is_an_error(
     service: str, signing: Signing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergegate.tasks.publish.signing._SIGNING_TIME", timedelta(seconds=0.3))
+    monkeypatch.setattr("mergegate.tasks.release.publish.signing._SIGNING_TIME", timedelta(seconds=0.3))
     signing.instance.set_faults([Fault("silence", path=service, times=99)])
     with pytest.raises(Refused, match=r"sigstore did not sign the release: no answer within 0\.3 s"):
         signing.sign({})

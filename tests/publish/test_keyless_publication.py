@@ -21,11 +21,11 @@ from small_mlflow import small_mlflow
 from small_registry import small_registry
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish import describe_merge, pending_release, publish
-from mergegate.tasks.publish.releases import VerifiedRelease, check_release
-from mergegate.tasks.publish.signing import Signer, SignerPolicy
-from mergegate.tasks.publish.targets import PublishTarget, Release, Target, find_release
-from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
+from mergegate.tasks.release.publish import describe_merge, pending_release, publish
+from mergegate.tasks.release.publish.releases import VerifiedRelease, check_release
+from mergegate.tasks.release.publish.signing import Signer, SignerPolicy
+from mergegate.tasks.release.publish.targets import PublishTarget, Release, Target, find_release
+from mergegate.tasks.release.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
 IDENTITY = "https://ci.example.org/acme/models/release"
 REMOTE = [pytest.param(kind, marks=pytest.mark.story) for kind in ("hub", "s3", "oci")]

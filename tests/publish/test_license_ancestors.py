@@ -10,12 +10,12 @@ import pytest
 from hub_look_alike import STRANGER, Fault, LookAlike, hub, use_hub
 from look_alike_repository import Repository, plain
 
-from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
+from mergegate.tasks.base.store.manifest import stage_key
+from mergegate.tasks.models.checkpoints.pin import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, hub_ancestors
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import LicenseSettings
-from mergegate.tasks.store.manifest import stage_key
 
 TABLE = load_table()
 TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "preflight" / "licenses" / "texts"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from release_samples import license_verdict, parents
 
-from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, ResolvedCheckpoint
+from mergegate.tasks.models.checkpoints.pin import PinnedCheckpoint, ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import LicenseSettings
-from mergegate.tasks.publish.documents.license_files import license_files, open_obligations
+from mergegate.tasks.release.publish.documents.license_files import license_files, open_obligations
 
 TABLE = load_table()
 TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "preflight" / "licenses" / "texts"

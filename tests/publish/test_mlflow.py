@@ -20,12 +20,12 @@ from small_registry import SmallRegistry, small_registry
 from target_contract import ALIAS, attempts_with_fault, publish_files, require_aliases, target_of
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.publish.content import ReleaseFile, written_file
-from mergegate.tasks.publish.releases import check_release
-from mergegate.tasks.publish.targets import PublishTarget, find_release
-from mergegate.tasks.publish.targets.mlflow import describe_release
-from mergegate.tasks.report import RunRecord, RunScore
-from mergegate.tasks.telemetry import export_to_trackers
+from mergegate.tasks.release.publish.content import ReleaseFile, written_file
+from mergegate.tasks.release.publish.releases import check_release
+from mergegate.tasks.release.publish.targets import PublishTarget, find_release
+from mergegate.tasks.release.publish.targets.mlflow import describe_release
+from mergegate.tasks.release.report import RunRecord, RunScore
+from mergegate.tasks.release.telemetry import export_to_trackers
 
 PROJECT = Path(__file__).resolve().parents[2]
 MLFLOW = PROJECT / ".venv-mlflow" / "bin" / "mlflow"

@@ -19,9 +19,9 @@ from real_servers import running_server
 from small_registry import PASSWORD, USER, SmallRegistry, small_registry
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.publish import ReleaseFile
-from mergegate.tasks.publish.content import content_version
-from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release
+from mergegate.tasks.release.publish import ReleaseFile
+from mergegate.tasks.release.publish.content import content_version
+from mergegate.tasks.release.publish.targets import PublishTarget, Release, check_target, find_release
 
 PROJECT = Path(__file__).resolve().parents[2]
 REAL = PROJECT / ".registry" / "usr" / "bin" / "docker-registry"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from release_samples import sha
 
-from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.publish.documents.facts import ParentFacts, card_links, parent_facts
+from mergegate.tasks.models.checkpoints import PinnedCheckpoint
+from mergegate.tasks.release.publish.documents.facts import ParentFacts, card_links, parent_facts
 
 FRONT = """\
 ---

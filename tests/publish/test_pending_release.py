@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from release_samples import Publishable, publishable
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish import PendingRelease, pending_release, publish
-from mergegate.tasks.publish.targets import Release
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.release.publish import PendingRelease, pending_release, publish
+from mergegate.tasks.release.publish.targets import Release
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
 
 
 @dataclass

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from release_samples import COMMIT, RECIPE, content, facts_of, files, license_verdict, parents, sha, share
 
-from mergegate.tasks.publish.documents.card_metadata import card_metadata
-from mergegate.tasks.publish.documents.provenance import LISTING, provenance
+from mergegate.tasks.release.publish.documents.card_metadata import card_metadata
+from mergegate.tasks.release.publish.documents.provenance import LISTING, provenance
 
 
 def _object(required: str, extensions: Mapping[str, object] = {}, **properties: object) -> dict[str, object]:

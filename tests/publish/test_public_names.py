@@ -19,10 +19,10 @@ from rich.text import Text
 from mergegate.flows.operations.console import FittingConsole
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.content import written_file
-from mergegate.tasks.publish.documents.card import escape
-from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
-from mergegate.tasks.report.page import environment
+from mergegate.tasks.release.publish.content import written_file
+from mergegate.tasks.release.publish.documents.card import escape
+from mergegate.tasks.release.publish.public_names import PublicNames, require_no_private_paths
+from mergegate.tasks.release.report.page import environment
 
 SECRET = "/srv/alice smith/projé"
 PARTS = st.text(alphabet="abé .-_'&", min_size=1, max_size=5).filter(lambda text: text.strip(". ") == text)
@@ -99,7 +99,7 @@ def test_the_scan_reads_the_metadata_of_weights(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from mergegate.tasks.publish.content import ReleaseFile
+    from mergegate.tasks.release.publish.content import ReleaseFile
 
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(1)}, file, metadata={"source": SECRET})

@@ -14,14 +14,14 @@ from release_samples import COMMIT, content, facts_of, license_verdict, parents,
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.checkpoints import parse_card
-from mergegate.tasks.checkpoints.pin import PinnedAdapter
 from mergegate.tasks.merge import WeightComparison
 from mergegate.tasks.merge.weight_comparison import CopiedTensors
-from mergegate.tasks.publish.documents.card import escape, model_card
-from mergegate.tasks.publish.documents.card_metadata import card_metadata, check_card, contributing_references
-from mergegate.tasks.publish.releases import check_release
-from mergegate.tasks.publish.targets.directory import DirectoryRelease
+from mergegate.tasks.models.checkpoints import parse_card
+from mergegate.tasks.models.checkpoints.pin import PinnedAdapter
+from mergegate.tasks.release.publish.documents.card import escape, model_card
+from mergegate.tasks.release.publish.documents.card_metadata import card_metadata, check_card, contributing_references
+from mergegate.tasks.release.publish.releases import check_release
+from mergegate.tasks.release.publish.targets.directory import DirectoryRelease
 
 NAMES = ("acme/general@main", "../models/local_one")
 COPIED = {"parent": 1, "further_parents": (), "tensors": 3, "parameters": 10, "identical": True}

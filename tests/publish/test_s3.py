@@ -20,12 +20,12 @@ from samples import sampled
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import sha256_file
-from mergegate.tasks.publish import ReleaseFile
-from mergegate.tasks.publish.content import content_version, written_file
-from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release
-from mergegate.tasks.publish.targets import s3 as publication
-from mergegate.tasks.publish.targets import s3_access as access
-from mergegate.tasks.store import merkle
+from mergegate.tasks.base.store import merkle
+from mergegate.tasks.release.publish import ReleaseFile
+from mergegate.tasks.release.publish.content import content_version, written_file
+from mergegate.tasks.release.publish.targets import PublishTarget, Release, check_target, find_release
+from mergegate.tasks.release.publish.targets import s3 as publication
+from mergegate.tasks.release.publish.targets import s3_access as access
 
 URL = f"s3://{BUCKET}/acme/demo"
 LATE = (written_file("model.safetensors", "late"),)

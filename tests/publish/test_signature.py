@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from signing_keys import hashes, write_keys, write_model
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.publish.signing import private_key, public_key, read_signature, sign
+from mergegate.tasks.release.publish.signing import private_key, public_key, read_signature, sign
 
 CURVES = [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()]
 

@@ -14,10 +14,10 @@ import pytest
 from target_contract import target_of
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.publish.targets import download, find_release
-from mergegate.tasks.publish.targets.contract import check_target
-from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
-from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.release.publish.targets import download, find_release
+from mergegate.tasks.release.publish.targets.contract import check_target
+from mergegate.tasks.release.publish.targets.directory import DirectoryRelease, DirectoryTarget
+from mergegate.tasks.release.publish.targets.hub import HubTarget
 
 
 def test_the_default_target_is_a_directory() -> None:

@@ -16,9 +16,9 @@ from target_contract import PROFILE, require_flow_of_releases, target_of
 
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.publish.releases import check_release
-from mergegate.tasks.publish.targets import PublishTarget, Target, check_target, find_release, publish_targets
-from mergegate.tasks.publish.targets import registry as target_registry
+from mergegate.tasks.release.publish.releases import check_release
+from mergegate.tasks.release.publish.targets import PublishTarget, Target, check_target, find_release, publish_targets
+from mergegate.tasks.release.publish.targets import registry as target_registry
 
 PROJECT = Path(__file__).resolve().parents[2]
 SHELF = {"to": "shelf", "place": "library"}

@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 from mergegate.flows.cli.app import app
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints.hub import access as trusted_publisher
-from mergegate.tasks.checkpoints.hub import hub_access
-from mergegate.tasks.publish.content import ReleaseFile, written_file
-from mergegate.tasks.publish.targets import PublishRequest, check_target
-from mergegate.tasks.publish.targets.hub import HubTarget
-from mergegate.tasks.publish.targets.hub_publication import PublishedCommit, publish_hub
+from mergegate.tasks.models.checkpoints.hub import access as trusted_publisher
+from mergegate.tasks.models.checkpoints.hub import hub_access
+from mergegate.tasks.release.publish.content import ReleaseFile, written_file
+from mergegate.tasks.release.publish.targets import PublishRequest, check_target
+from mergegate.tasks.release.publish.targets.hub import HubTarget
+from mergegate.tasks.release.publish.targets.hub_publication import PublishedCommit, publish_hub
 
 DEMO = HubTarget(to="hub", repo="acme/demo")
 MODELS = Path(__file__).resolve().parents[2] / "profiles" / "demo"

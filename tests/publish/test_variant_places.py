@@ -17,11 +17,11 @@ from signing_keys import write_keys
 from target_contract import attempts_with_fault
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks import publish as publishing
-from mergegate.tasks.checkpoints import parse_card
-from mergegate.tasks.publish.documents.facts import MergeRelease
-from mergegate.tasks.publish.targets import PublishTarget, Target, check_target
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.models.checkpoints import parse_card
+from mergegate.tasks.release import publish as publishing
+from mergegate.tasks.release.publish.documents.facts import MergeRelease
+from mergegate.tasks.release.publish.targets import PublishTarget, Target, check_target
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
 
 S3 = {"to": "s3", "url": "s3://models/acme/demo"}
 PLACES = [

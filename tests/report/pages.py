@@ -11,9 +11,9 @@ from html.parser import HTMLParser
 import pytest
 from markupsafe import Markup
 
-from mergegate.tasks.report import plots, sweep_plots
-from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.page import render
+from mergegate.tasks.release.report import plots, sweep_plots
+from mergegate.tasks.release.report.content import ReportContent
+from mergegate.tasks.release.report.page import render
 
 HOSTILE = "<script>'$x$'\x1b\"&|"
 """A name that contains a script, a dollar sign, a control character and a column separator of Markdown."""

@@ -20,19 +20,19 @@ from builders.results import (
 
 from mergegate.merge_core.analysis.interference import Interference, Skipped, Tally, TensorGroup
 from mergegate.merge_core.architecture.structure import TensorKind
-from mergegate.tasks.evaluation.scoring.scores import Scores
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.explain.remedies import Remedy
-from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
-from mergegate.tasks.gate.verdicts import GateVerdict
-from mergegate.tasks.judge import JudgeVerdict
-from mergegate.tasks.perplexity.measurement import WindowSettings
-from mergegate.tasks.perplexity.stage import Likelihoods
-from mergegate.tasks.report import content as parts
-from mergegate.tasks.report.content import ReportContent, ReportedModel, ReportedServing
-from mergegate.tasks.serve.verdict import Check, ServingCost
-from mergegate.tasks.stage import Outcome
-from mergegate.tasks.variants import ConversionCheck, VariantRecord, VariantVerdict
+from mergegate.tasks.base.stage import Outcome
+from mergegate.tasks.quality.evaluation.scoring.scores import Scores
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.gate.verdicts import GateVerdict
+from mergegate.tasks.quality.judge import JudgeVerdict
+from mergegate.tasks.quality.perplexity.measurement import WindowSettings
+from mergegate.tasks.quality.perplexity.stage import Likelihoods
+from mergegate.tasks.quality.serve.verdict import Check, ServingCost
+from mergegate.tasks.quality.variants import ConversionCheck, VariantRecord, VariantVerdict
+from mergegate.tasks.release.explain.remedies import Remedy
+from mergegate.tasks.release.explain.stage import Explanation, Flip, Flips, LostDocuments
+from mergegate.tasks.release.report import content as parts
+from mergegate.tasks.release.report.content import ReportContent, ReportedModel, ReportedServing
 
 RECIPE = """\
 merge_method: ties

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from builders.results import update
 
-from mergegate.tasks.report.sweep import ReportedObjective, SweepContent
+from mergegate.tasks.release.report.sweep import ReportedObjective, SweepContent
 from mergegate.tasks.sweep import Budget, Confirmation, ConfirmationPower, Coordinate, Racing, Trial
 from mergegate.tasks.sweep.confirmation import ConfirmedTerm
 from mergegate.tasks.sweep.settings import FreeParameter

@@ -10,15 +10,15 @@ from builders.results import likelihoods, sha, update
 from pages import sketch_of, text_of
 
 from mergegate.merge_core.analysis.interference import Interference
-from mergegate.tasks.explain import Remedy
-from mergegate.tasks.explain.stage import Explanation
-from mergegate.tasks.gate.sequential import InterimLook
 from mergegate.tasks.merge import RepairedRouting, RouterDistance
-from mergegate.tasks.report import explanation_text
-from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.plots import heat_map_caption, interference_plot, layer_table
-from mergegate.tasks.report.tables import as_markdown
-from mergegate.tasks.report.wording import NONE
+from mergegate.tasks.quality.gate.sequential import InterimLook
+from mergegate.tasks.release.explain import Remedy
+from mergegate.tasks.release.explain.stage import Explanation
+from mergegate.tasks.release.report import explanation_text
+from mergegate.tasks.release.report.content import ReportContent
+from mergegate.tasks.release.report.plots import heat_map_caption, interference_plot, layer_table
+from mergegate.tasks.release.report.tables import as_markdown
+from mergegate.tasks.release.report.wording import NONE
 
 
 @pytest.fixture(scope="module")

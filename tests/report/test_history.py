@@ -20,8 +20,9 @@ from pages import Page
 
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.recipe import RunWindow
-from mergegate.tasks import report
-from mergegate.tasks.report import (
+from mergegate.tasks.base.stage import StageEnd
+from mergegate.tasks.release import report
+from mergegate.tasks.release.report import (
     RunParent,
     RunRecord,
     RunScore,
@@ -32,11 +33,10 @@ from mergegate.tasks.report import (
     history,
     read_history,
 )
-from mergegate.tasks.report.archive import NeighborPages, add_links, run_facts
-from mergegate.tasks.report.history import History
-from mergegate.tasks.report.history_page import Chart, Series, height_of
-from mergegate.tasks.report.plots import NARROW, WIDE
-from mergegate.tasks.stage import StageEnd
+from mergegate.tasks.release.report.archive import NeighborPages, add_links, run_facts
+from mergegate.tasks.release.report.history import History
+from mergegate.tasks.release.report.history_page import Chart, Series, height_of
+from mergegate.tasks.release.report.plots import NARROW, WIDE
 
 BEGAN = 1_790_000_000.0  # seconds since the epoch
 DAY = 86_400.0
@@ -390,7 +390,7 @@ class TestThePages:
     def test_eight_concurrent_runs_are_all_archived(self, tmp_path: Path) -> None:
         # Do not fork this process: other tests have left threads and handlers in it.
         clean = multiprocessing.get_context("forkserver")
-        clean.set_forkserver_preload(["mergegate.tasks.report"])
+        clean.set_forkserver_preload(["mergegate.tasks.release.report"])
         ending = [clean.Process(target=_end_some, args=(tmp_path, worker)) for worker in range(8)]
         for one in ending:
             one.start()

@@ -17,16 +17,16 @@ from builders.results import drift, task_score, update
 from pages import HOSTILE, Page, page_of, sketch_of
 from samples import sampled
 
-from mergegate.tasks.evaluation.values import DataSource, TaskData
-from mergegate.tasks.gate.verdicts import GateFinding, StratumDrift
-from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.page import add_stages, marked_answers, render
-from mergegate.tasks.report.plots import guards_plot
-from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.report.tables import as_markdown, final_table, task_rows
-from mergegate.tasks.report.wording import MINUS, TIMES
-from mergegate.tasks.stage import StageEnd
-from mergegate.tasks.store.manifest import stage_key
+from mergegate.tasks.base.stage import StageEnd
+from mergegate.tasks.base.store.manifest import stage_key
+from mergegate.tasks.quality.evaluation.values import DataSource, TaskData
+from mergegate.tasks.quality.gate.verdicts import GateFinding, StratumDrift
+from mergegate.tasks.release.report.content import ReportContent
+from mergegate.tasks.release.report.page import add_stages, marked_answers, render
+from mergegate.tasks.release.report.plots import guards_plot
+from mergegate.tasks.release.report.stage import write_report
+from mergegate.tasks.release.report.tables import as_markdown, final_table, task_rows
+from mergegate.tasks.release.report.wording import MINUS, TIMES
 
 SAMPLES = {
     **{make.__name__: make for make in (samples.released, samples.refused, samples.inconclusive, samples.large)},
@@ -142,7 +142,8 @@ def test_equal_content_gives_equal_bytes(content: ReportContent) -> None:
 @pytest.mark.story
 def test_bytes_do_not_depend_on_process_hash_seed_or_matplotlib_settings(tmp_path: Path) -> None:
     (tmp_path / "matplotlibrc").write_text("font.size: 30\naxes.grid: true\nsvg.fonttype: path\nfigure.dpi: 300\n")
-    code = "import sys, report_samples, tasks.report; sys.stdout.write(tasks.report.render(report_samples.refused()))"
+    code = "import sys, report_samples as samples; from tasks.release import report; "
+    code += "sys.stdout.write(report.render(samples.refused()))"
     here = Path(__file__).parent
     environment = {"PYTHONPATH": os.pathsep.join(map(str, (here.parents[1], here.parent, here))), "PYTHONHASHSEED": "7"}
     environment |= {"MATPLOTLIBRC": str(tmp_path / "matplotlibrc"), "PYTHONIOENCODING": "utf-8"}

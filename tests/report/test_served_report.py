@@ -17,14 +17,14 @@ from rich.console import Console
 from mergegate.flows.operations.summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.outcome.run_outcome import PublishedVariants
-from mergegate.tasks.report.content import ReportContent, ReportedServing
-from mergegate.tasks.report.plots import variants_plot
-from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.report.tables import as_markdown, costs, variant_rows, variant_sentences
-from mergegate.tasks.report.wording import MINUS, NONE, TIMES, recommended_action
-from mergegate.tasks.serve import Check
-from mergegate.tasks.serve.verdict import ServingCost
-from mergegate.tasks.store.manifest import stage_key
+from mergegate.tasks.base.store.manifest import stage_key
+from mergegate.tasks.quality.serve import Check
+from mergegate.tasks.quality.serve.verdict import ServingCost
+from mergegate.tasks.release.report.content import ReportContent, ReportedServing
+from mergegate.tasks.release.report.plots import variants_plot
+from mergegate.tasks.release.report.stage import write_report
+from mergegate.tasks.release.report.tables import as_markdown, costs, variant_rows, variant_sentences
+from mergegate.tasks.release.report.wording import MINUS, NONE, TIMES, recommended_action
 
 LOST = "reversing lost 3.8 points against merge, and not by chance (at least 1.6); max_drop is 3"
 

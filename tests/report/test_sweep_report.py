@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from pages import HOSTILE, Page, empty_plots, text_of
 from samples import sampled
 
-from mergegate.tasks.report import render_sweep, search_line, sweep_table
-from mergegate.tasks.report import sweep as facts
-from mergegate.tasks.report import sweep_page as wording
-from mergegate.tasks.report.sweep import SweepContent
-from mergegate.tasks.report.sweep_plots import score_axis, share_of
+from mergegate.tasks.release.report import render_sweep, search_line, sweep_table
+from mergegate.tasks.release.report import sweep as facts
+from mergegate.tasks.release.report import sweep_page as wording
+from mergegate.tasks.release.report.sweep import SweepContent
+from mergegate.tasks.release.report.sweep_plots import score_axis, share_of
 from mergegate.tasks.sweep import Coordinate, SearchProgress, Trial
 
 MINUS = "\N{MINUS SIGN}"

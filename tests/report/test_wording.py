@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.merge_core.wording import format_bytes, format_short_time
-from mergegate.tasks.gate.verdicts import GateFinding
-from mergegate.tasks.report import wording
+from mergegate.tasks.quality.gate.verdicts import GateFinding
+from mergegate.tasks.release.report import wording
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import worker_functions
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
-from mergegate.tasks.stage import DeferredProgress, progress_watcher
+from mergegate.tasks.base.runners import Runner, RunnerSettings, open_runner
+from mergegate.tasks.base.stage import DeferredProgress, progress_watcher
 
 GONE_WITHIN_S = 60.0
 # Ray has a separate environment. If the variable requires Ray, a missing environment fails the test.
@@ -147,7 +147,7 @@ def test_an_existing_cluster_keeps_running_and_must_share_the_home(
 ) -> None:
     from distributed import Client, LocalCluster
 
-    from mergegate.tasks.runners import cluster
+    from mergegate.tasks.base.runners import cluster
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), str(cluster.ROOT))))
     own: Any = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "memory_limit": 0}
@@ -168,7 +168,7 @@ def test_an_existing_cluster_keeps_running_and_must_share_the_home(
 @pytest.mark.proof
 @pytest.mark.usefixtures("home", "prefect_api")
 def test_an_address_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergegate.tasks.runners import cluster
+    from mergegate.tasks.base.runners import cluster
 
     monkeypatch.setattr(cluster, "_PATIENCE_S", 0.5)
     settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")

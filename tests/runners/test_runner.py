@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.runners import RunnerSettings, local_runner, open_runner
-from mergegate.tasks.runners import runner as runner_module
-from mergegate.tasks.runners.cluster import _require_reachable
-from mergegate.tasks.stage import DeferredProgress, StageEnd, progress_watcher, relay_progress
-from mergegate.tasks.stage.progress import report_stage
+from mergegate.tasks.base.runners import RunnerSettings, local_runner, open_runner
+from mergegate.tasks.base.runners import runner as runner_module
+from mergegate.tasks.base.runners.cluster import _require_reachable
+from mergegate.tasks.base.stage import DeferredProgress, StageEnd, progress_watcher, relay_progress
+from mergegate.tasks.base.stage.progress import report_stage
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

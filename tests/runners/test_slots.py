@@ -13,9 +13,7 @@ import pytest
 import worker_functions
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import call_model_process, end_model_process
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.runners.slots import (
+from mergegate.tasks.base.runners.slots import (
     Cancelled,
     WorkerSlot,
     current_slot,
@@ -26,6 +24,8 @@ from mergegate.tasks.runners.slots import (
     use_slot,
     visible_gpus,
 )
+from mergegate.tasks.models.checkpoints import call_model_process, end_model_process
+from mergegate.tasks.models.checkpoints.model import Model
 
 
 def test_a_single_worker_uses_the_default_slot() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from prefect import flow
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.runners import current_slot
+from mergegate.tasks.base.runners import current_slot
 
 pending_calls: list[Callable[[], list[tuple[int, Any]]]] = []
 
@@ -167,7 +167,7 @@ def fail_oddly(_: int) -> None:
 
 
 def run_stage(number: int) -> None:
-    from mergegate.tasks.stage.progress import report_stage
+    from mergegate.tasks.base.stage.progress import report_stage
 
     with report_stage("evaluate", str(number)) as report:
         report.status, report.summary = "made", "done"

@@ -18,7 +18,7 @@ from confined_here import require_confinement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergegate.tasks.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
+from mergegate.tasks.base.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
 
 SECRET = "hf_planted_where_nobody_may_look"
 
@@ -41,7 +41,7 @@ print(json.dumps(answers))
 """
 CONFINE = """
 import json, os, sys, tempfile
-from mergegate.tasks.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
+from mergegate.tasks.base.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
 command, confinement = json.loads(sys.argv[1])
 with tempfile.TemporaryFile() as output:
     options = ProcessOptions("test", confinement=Confinement(**confinement))
@@ -112,7 +112,7 @@ def test_a_confined_process_cannot_signal_others_or_leave_its_limits_through_a_c
 
 def test_missing_restrictions_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Without Landlock or namespaces, as in some containers, the process runs, and a warning is logged."""
-    import mergegate.tasks.sandbox.supervision as supervised
+    import mergegate.tasks.base.sandbox.supervision as supervised
 
     without = Path(tempfile.mkdtemp())
     for name in ("supervision.py", "confinement.py"):
@@ -169,7 +169,7 @@ def test_messages_that_are_not_data_are_refused(sent: bytes) -> None:
     from multiprocessing import Pipe
 
     from mergegate.merge_core.errors import InvalidInput
-    from mergegate.tasks.checkpoints.model_process import receive
+    from mergegate.tasks.models.checkpoints.model_process import receive
 
     here, there = Pipe()
     there.send_bytes(sent)

@@ -18,15 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import HANG_S
 
-from mergegate.tasks.sandbox import ProcessOptions, SupervisedProcess
-from mergegate.tasks.sandbox.gpu_lock import LOCKS, GpuLocks, list_host_gpus, select_gpus
+from mergegate.tasks.base.sandbox import ProcessOptions, SupervisedProcess
+from mergegate.tasks.base.sandbox.gpu_lock import LOCKS, GpuLocks, list_host_gpus, select_gpus
 
 FIRST, SECOND = "GPU-aaaa1111-0000-0000-0000-000000000001", "GPU-bbbb2222-0000-0000-0000-000000000002"
 Environment = Callable[[str], dict[str, str]]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from mergegate.tasks.sandbox.gpu_lock import GpuLocks
+from mergegate.tasks.base.sandbox.gpu_lock import GpuLocks
 held = GpuLocks(Path(sys.argv[1])).acquire(os.environ)
 print("held", flush=True)
 time.sleep(1000)

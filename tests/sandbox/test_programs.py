@@ -10,7 +10,7 @@ import pytest
 from confined_here import directory_of_nobody, require_confinement
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.sandbox import ProgramEnd, ProgramLimits, program_child, programs, run_program
+from mergegate.tasks.base.sandbox import ProgramEnd, ProgramLimits, program_child, programs, run_program
 
 QUICK = ProgramLimits(cpu=1, clock=20, memory=1 << 29)
 IGNORES_ITS_LIMIT = "import signal, time\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"

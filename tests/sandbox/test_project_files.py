@@ -16,7 +16,8 @@ from confined_here import directory_of_nobody, require_confinement
 
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import (
+from mergegate.tasks.base.sandbox import ProcessOptions, SupervisedProcess, programs
+from mergegate.tasks.models.checkpoints import (
     PinnedCheckpoint,
     ResolvedCheckpoint,
     call_model_process,
@@ -24,14 +25,13 @@ from mergegate.tasks.checkpoints import (
     pin_checkpoints,
     project_access,
 )
-from mergegate.tasks.evaluation import pin_task
-from mergegate.tasks.llama_cpp import client
-from mergegate.tasks.sandbox import ProcessOptions, SupervisedProcess, programs
-from mergegate.tasks.serve import ServeSettings
-from mergegate.tasks.serve import process as served
-from mergegate.tasks.serve.launch import ServerVersion, launch
-from mergegate.tasks.serve.process import ServerProcess
-from mergegate.tasks.variants import compressed_tensors, gguf_conversion
+from mergegate.tasks.models.llama_cpp import client
+from mergegate.tasks.quality.evaluation import pin_task
+from mergegate.tasks.quality.serve import ServeSettings
+from mergegate.tasks.quality.serve import process as served
+from mergegate.tasks.quality.serve.launch import ServerVersion, launch
+from mergegate.tasks.quality.serve.process import ServerProcess
+from mergegate.tasks.quality.variants import compressed_tensors, gguf_conversion
 
 DEMO = Path(__file__).parents[2] / "profiles" / "demo"
 # Files with secrets: of the project, of its user, and next to each file that third-party code may read.

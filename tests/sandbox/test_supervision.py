@@ -17,7 +17,7 @@ from typing import IO, Any
 import pytest
 from patience import HANG_S
 
-from mergegate.tasks.sandbox import NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess, compile_imports
+from mergegate.tasks.base.sandbox import NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess, compile_imports
 
 Start = Callable[..., SupervisedProcess]
 
@@ -149,7 +149,7 @@ def test_all_imports_are_compiled_once(libraries: Path) -> None:
 ASKS = """
 import sys
 from pathlib import Path
-from mergegate.tasks.sandbox import compile_imports
+from mergegate.tasks.base.sandbox import compile_imports
 print("asks", flush=True)
 compile_imports(sys.executable, sys.argv[1], Path(sys.argv[2]), {"PYTHONPATH": sys.argv[3]})
 """

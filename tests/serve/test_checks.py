@@ -21,15 +21,15 @@ from tiny_kinds import write
 from variants import DEMO, copied, model_in, with_config
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import load_model
-from mergegate.tasks.http import Answer, JsonClient
-from mergegate.tasks.serve import checks
-from mergegate.tasks.serve.answers import Completion, parse_completion, parse_models
-from mergegate.tasks.serve.checks import ServedSubject, compare_answers, looped_share, measure_speed
-from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.stage import RunningServer, smoke_url
-from mergegate.tasks.serve.verdict import Check, ServedModels, ServeVerdict
+from mergegate.tasks.base.http import Answer, JsonClient
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.models.checkpoints.model_cache import load_model
+from mergegate.tasks.quality.serve import checks
+from mergegate.tasks.quality.serve.answers import Completion, parse_completion, parse_models
+from mergegate.tasks.quality.serve.checks import ServedSubject, compare_answers, looped_share, measure_speed
+from mergegate.tasks.quality.serve.settings import ServeSettings
+from mergegate.tasks.quality.serve.stage import RunningServer, smoke_url
+from mergegate.tasks.quality.serve.verdict import Check, ServedModels, ServeVerdict
 
 torch.set_num_threads(1)
 
@@ -151,7 +151,7 @@ def test_the_speed_is_that_of_one_stream_and_the_quickest_of_three(
     seconds: int, requests: int, expected: tuple[float, float], seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(range(0, 100 * seconds, seconds))  # Between two reads of the clock, a request takes these seconds.
-    monkeypatch.setattr("mergegate.tasks.serve.checks.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("mergegate.tasks.quality.serve.checks.time", SimpleNamespace(monotonic=lambda: next(now)))
     with serving(Canned()) as server:
         check, cost = measure_speed(ServedSubject(JsonClient(server.root, 10), "tiny", SETTINGS, None, None))
     assert (len(server.bodies), (cost.seconds_to_first_token, cost.tokens_per_second)) == (requests, expected)
@@ -224,7 +224,7 @@ def test_an_address_may_end_with_v1_and_errors_name_the_page_once(suffix: str) -
 
 
 def test_the_reference_is_the_plain_sum_over_the_softmax(model: Model) -> None:
-    from mergegate.tasks.serve.answers import ReferenceRequest, make_reference
+    from mergegate.tasks.quality.serve.answers import ReferenceRequest, make_reference
 
     reference = make_reference(model, ReferenceRequest(("the old pig",), "abc", "float32", "cpu", 64))
     (text,) = reference.texts

@@ -18,13 +18,13 @@ from samples import sampled
 from variants import applied, linear_adapter, model_in, pinned, with_config
 
 from mergegate.merge_core.checkpoint import open_checkpoint
-from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.http import Answer, JsonClient
-from mergegate.tasks.serve.answers import Reference, ScoredText
-from mergegate.tasks.serve.checks import ServedSubject, check_adapter
-from mergegate.tasks.serve.launch import ServedAdapter, ServerVersion, launch, plan_lora
-from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.stage import SmokeSetup, smoke_checkpoint
+from mergegate.tasks.base.http import Answer, JsonClient
+from mergegate.tasks.models.checkpoints import PinnedCheckpoint
+from mergegate.tasks.quality.serve.answers import Reference, ScoredText
+from mergegate.tasks.quality.serve.checks import ServedSubject, check_adapter
+from mergegate.tasks.quality.serve.launch import ServedAdapter, ServerVersion, launch, plan_lora
+from mergegate.tasks.quality.serve.settings import ServeSettings
+from mergegate.tasks.quality.serve.stage import SmokeSetup, smoke_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
 

@@ -19,13 +19,13 @@ from patience import HANG_S
 from traces import MARK, Traces, fake_server, flow, listens, pause
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.http import JsonClient
-from mergegate.tasks.sandbox import GpuLease, Gpus
-from mergegate.tasks.serve import process
-from mergegate.tasks.serve.answers import parse_models
-from mergegate.tasks.serve.launch import Launch
-from mergegate.tasks.serve.process import PORT_TAKEN, ServerEnded, ServerProcess, assign_blame, root_cause
-from mergegate.tasks.serve.settings import ServeSettings
+from mergegate.tasks.base.http import JsonClient
+from mergegate.tasks.base.sandbox import GpuLease, Gpus
+from mergegate.tasks.quality.serve import process
+from mergegate.tasks.quality.serve.answers import parse_models
+from mergegate.tasks.quality.serve.launch import Launch
+from mergegate.tasks.quality.serve.process import PORT_TAKEN, ServerEnded, ServerProcess, assign_blame, root_cause
+from mergegate.tasks.quality.serve.settings import ServeSettings
 
 Start = Callable[..., ServerProcess]
 

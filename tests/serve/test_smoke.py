@@ -19,12 +19,12 @@ from mergegate.flows.cli.app import app
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.serve.launch import ServerVersion, find_server, launch
-from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.stage import STEPS, SmokeSetup, serve, serve_models, smoke_checkpoint
-from mergegate.tasks.serve.verdict import MachineFailed, ServeVerdict, ServingCost, WronglyConfigured, today
-from mergegate.tasks.stage.environment import Runtime
-from mergegate.tasks.store.manifest import digest
+from mergegate.tasks.base.stage.environment import Runtime
+from mergegate.tasks.base.store.manifest import digest
+from mergegate.tasks.quality.serve.launch import ServerVersion, find_server, launch
+from mergegate.tasks.quality.serve.settings import ServeSettings
+from mergegate.tasks.quality.serve.stage import STEPS, SmokeSetup, serve, serve_models, smoke_checkpoint
+from mergegate.tasks.quality.serve.verdict import MachineFailed, ServeVerdict, ServingCost, WronglyConfigured, today
 
 torch.set_num_threads(1)
 
@@ -116,7 +116,7 @@ def test_a_static_failure_needs_no_server_and_is_cached_too(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing_tensor(checkpoint)
-    monkeypatch.setattr("mergegate.tasks.serve.stage.ServerProcess", pytest.fail)
+    monkeypatch.setattr("mergegate.tasks.quality.serve.stage.ServerProcess", pytest.fail)
     configured = settings()
     verdicts = [serve(model_in(checkpoint), configured, find_server(configured, Path()), CPU) for _ in range(2)]
     assert verdicts[0].key == verdicts[1].key

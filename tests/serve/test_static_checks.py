@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from variants import EMBEDDING, Q_PROJ, STATIC, with_config, with_tensors
 
 from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
-from mergegate.tasks.serve.static_checks import check_finite, check_tensors, check_vocabulary, static_checks
+from mergegate.tasks.quality.serve.static_checks import check_finite, check_tensors, check_vocabulary, static_checks
 
 torch.set_num_threads(1)
 
@@ -81,6 +81,6 @@ def test_a_tensor_of_infinities_only_is_a_constant(checkpoint: Path) -> None:
 
 
 def test_weights_are_checked_to_the_last_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergegate.tasks.serve.static_checks._BLOCK", 96)
+    monkeypatch.setattr("mergegate.tasks.quality.serve.static_checks._BLOCK", 96)
     with_tensors(checkpoint, lambda tensors: tensors[Q_PROJ].view(-1)[-1].fill_(torch.inf))
     assert check_finite(open_checkpoint(checkpoint)).where == Q_PROJ

@@ -16,11 +16,11 @@ from tiny_kinds import PICTURE_SIZE, letter_tokenizer
 from variants import DEMO, PROJECT, model_in, real_server, zeroed_norm
 
 from mergegate.flows.profile import load_profile
-from mergegate.tasks.serve import launch as serve_launch
-from mergegate.tasks.serve.launch import PYTHON, find_server
-from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.stage import SmokeSetup, smoke_checkpoint
-from mergegate.tasks.serve.verdict import ServeVerdict
+from mergegate.tasks.quality.serve import launch as serve_launch
+from mergegate.tasks.quality.serve.launch import PYTHON, find_server
+from mergegate.tasks.quality.serve.settings import ServeSettings
+from mergegate.tasks.quality.serve.stage import SmokeSetup, smoke_checkpoint
+from mergegate.tasks.quality.serve.verdict import ServeVerdict
 
 sys.path.append(str(PROJECT / "tests" / "flows"))
 

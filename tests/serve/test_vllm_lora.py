@@ -12,10 +12,10 @@ import torch
 from variants import DEMO, PROJECT, applied, linear_adapter, negated, pinned, real_server
 
 from mergegate.flows.profile import load_profile
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.serve.launch import PYTHON, find_server
-from mergegate.tasks.serve.stage import SmokeSetup, smoke_checkpoint
-from mergegate.tasks.serve.verdict import ServeVerdict
+from mergegate.tasks.models.checkpoints.model import Model
+from mergegate.tasks.quality.serve.launch import PYTHON, find_server
+from mergegate.tasks.quality.serve.stage import SmokeSetup, smoke_checkpoint
+from mergegate.tasks.quality.serve.verdict import ServeVerdict
 
 sys.path.append(str(PROJECT / "tests" / "flows"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from patience import HANG_S
 
-from mergegate.tasks.serve.launch import Launch
+from mergegate.tasks.quality.serve.launch import Launch
 
 OPENAI_SERVER = Path(__file__).parents[1] / "openai_server.py"
 MARK = "MERGEGATE_TEST_SERVER"  # Variable in the environment of every process that a server starts.
@@ -77,9 +77,9 @@ def listens(url: str) -> bool:
 FLOW = """
     import sys
     from pathlib import Path
-    from mergegate.tasks.serve.launch import Launch
-    from mergegate.tasks.serve.process import ServerProcess
-    from mergegate.tasks.serve.settings import ServeSettings
+    from mergegate.tasks.quality.serve.launch import Launch
+    from mergegate.tasks.quality.serve.process import ServerProcess
+    from mergegate.tasks.quality.serve.settings import ServeSettings
     log, mark, *command = sys.argv[1:]
     launch = Launch(tuple(command), {"PATH": "/usr/bin:/bin", "%s": mark})
     with ServerProcess(launch, Path(log), ServeSettings(), grace=2) as server:

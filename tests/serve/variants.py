@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 from mergegate.merge_core.checkpoint import open_checkpoint
-from mergegate.tasks.checkpoints import Model, PinnedAdapter, PinnedCheckpoint
-from mergegate.tasks.serve.launch import PYTHON
-from mergegate.tasks.store.manifest import digest
+from mergegate.tasks.base.store.manifest import digest
+from mergegate.tasks.models.checkpoints import Model, PinnedAdapter, PinnedCheckpoint
+from mergegate.tasks.quality.serve.launch import PYTHON
 
 PROJECT = Path(__file__).resolve().parents[2]
 DEMO = PROJECT / "profiles" / "demo"

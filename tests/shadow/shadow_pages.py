@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mergegate.flows.shadow_watch import LookEvidence, shadow_content
 from mergegate.tasks import shadow
-from mergegate.tasks.report import ShadowContent
+from mergegate.tasks.release.report import ShadowContent
 
 BEGAN = 1_795_000_000.0
 LEFT_OUT = {"another request of a session that has its pair": 4811, "parts that are no text": 212}

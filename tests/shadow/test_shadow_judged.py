@@ -15,7 +15,7 @@ from openai_server import completion, serving
 from recorded_traffic import pair, prefer_good_answers
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.judge import JudgmentSettings
+from mergegate.tasks.quality.judge import JudgmentSettings
 from mergegate.tasks.shadow import SampledPair, ShadowJudge, open_judged, read_judged, sample_pairs
 
 JUDGING = JudgmentSettings(model="judge-1")

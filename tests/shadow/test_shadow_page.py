@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "report"))
 
 from pages import Page  # Shared with the report tests.
 
-from mergegate.tasks.report import ShadowContent, render_shadow, shadow_rows
-from mergegate.tasks.report.shadow import e_value
+from mergegate.tasks.release.report import ShadowContent, render_shadow, shadow_rows
+from mergegate.tasks.release.report.shadow import e_value
 
 
 @cache

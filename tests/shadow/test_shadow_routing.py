@@ -15,7 +15,7 @@ from rich.console import Console
 from mergegate.flows.cli.shadow import run_proxy
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.release.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.shadow import Routing, ShadowSettings, read_routing, routing_file, write_routing
 from mergegate.tasks.shadow.routing import goes_to_candidate
 from mergegate.tasks.shadow.traffic.request import SessionSecret, may_be_copied, session_hash, session_key

@@ -16,8 +16,8 @@ import pytest
 from faults import disk_calls
 from pydantic import BaseModel
 
-from mergegate.tasks import store
-from mergegate.tasks.store.store import TRASH
+from mergegate.tasks.base import store
+from mergegate.tasks.base.store.store import TRASH
 
 EVERYTHING = store.RetentionRule(grace_s=0.0)
 DAY = 86_400.0

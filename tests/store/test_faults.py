@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from mergegate.merge_core.errors import DiskUnavailable
 from mergegate.merge_core.files import disk_errors_refused, disk_refusal, is_disk_error, open_journal
 from mergegate.merge_core.files.records import JOURNAL, JournalLocation
-from mergegate.tasks.store import MANIFEST, Store
+from mergegate.tasks.base.store import MANIFEST, Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "merge_core"))
 

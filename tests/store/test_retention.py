@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_bytes
-from mergegate.tasks import store
-from mergegate.tasks.store.retention import LAST_RUNS, needed_by, plan_retention, runs_that_count
+from mergegate.tasks.base import store
+from mergegate.tasks.base.store.retention import LAST_RUNS, needed_by, plan_retention, runs_that_count
 
 NOW = 1_000_000_000.0
 DAY = 86_400.0
@@ -187,7 +187,7 @@ def test_without_a_registered_run_nothing_is_recorded(tmp_path: Path) -> None:
 def test_a_killed_run_is_no_longer_live_and_keeps_its_record(tmp_path: Path) -> None:
     script = f"""
 import os, signal, pathlib
-from mergegate.tasks.store import open_run, record_use
+from mergegate.tasks.base.store import open_run, record_use
 runs = pathlib.Path({str(tmp_path)!r})
 with open_run(runs, "killed", "release", "demo"):
     record_use(runs, "killed", "merge", {KEY!r}, "")

@@ -17,9 +17,9 @@ from patience import HANG_S
 from pydantic import BaseModel
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.stage.project import shared_store
-from mergegate.tasks.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
-from mergegate.tasks.store.shared import _Lease
+from mergegate.tasks.base.stage.project import shared_store
+from mergegate.tasks.base.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
+from mergegate.tasks.base.store.shared import _Lease
 
 KEY = stage_key("merge", 1, {"x": 1})
 PROJECT = Path(__file__).resolve().parents[2]
@@ -118,7 +118,7 @@ def flaky(machine: Machine, at: int) -> Flaky:
 def test_a_run_survives_any_failed_request_and_uses_no_incomplete_artifact(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
-    monkeypatch.setattr("mergegate.tasks.store.shared._POLL_S", (0.02, 0.1))
+    monkeypatch.setattr("mergegate.tasks.base.store.shared._POLL_S", (0.02, 0.1))
     at = 1
     while True:
         shared = f"{address}-{at}"
@@ -213,7 +213,7 @@ WORKER = """
 import os, sys
 from pathlib import Path
 from pydantic import BaseModel
-from mergegate.tasks.store import SharedStore, Store, stage_key
+from mergegate.tasks.base.store import SharedStore, Store, stage_key
 root, address, count, kill = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 class Said(BaseModel):
     answer: int

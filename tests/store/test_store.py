@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from patience import HANG_S
 from pydantic import BaseModel
 
-from mergegate.tasks.store.manifest import NotInKey, canonical, digest, family_prefix, merkle, stage_key
-from mergegate.tasks.store.store import MANIFEST, BuildCallbacks, Store, StoreMiss
+from mergegate.tasks.base.store.manifest import NotInKey, canonical, digest, family_prefix, merkle, stage_key
+from mergegate.tasks.base.store.store import MANIFEST, BuildCallbacks, Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 
@@ -131,7 +131,7 @@ def test_a_killed_builder_leaves_no_lock_and_no_artifact(tmp_path: Path) -> None
         import sys, time
         from pathlib import Path
         from pydantic import BaseModel
-        from mergegate.tasks.store import Store
+        from mergegate.tasks.base.store import Store
         class Value(BaseModel):
             words: str
         def hangs(out):

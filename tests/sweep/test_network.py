@@ -15,8 +15,8 @@ from trial_settings import DEMO
 
 from mergegate.merge_core import Checkpoint, load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.checkpoints import Model, load_private_model
-from mergegate.tasks.evaluation import Scoring
+from mergegate.tasks.models.checkpoints import Model, load_private_model
+from mergegate.tasks.quality.evaluation import Scoring
 from mergegate.tasks.sweep import trial
 
 SETTING = trial.TrialSetting(parents=(), sets={}, metric_keys=(), scoring=Scoring(dtype="auto"))

@@ -21,7 +21,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import RecordJournal
 from mergegate.merge_core.recipe import RunCheckpoint, Schedule, run_recipe
 from mergegate.tasks import sweep
-from mergegate.tasks.report import render_sweep, sweep_content
+from mergegate.tasks.release.report import render_sweep, sweep_content
 
 KEY = sweep.MetricKey("task", "entropy")  # a measure without a known range, tested with Student's t
 OBJECTIVE = [{"task": "task", "measure": "entropy"}]

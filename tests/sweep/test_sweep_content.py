@@ -8,9 +8,9 @@ import pytest
 import yaml
 from toy_search import ToyModels, run_toy
 
-from mergegate.tasks.report import render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
-from mergegate.tasks.report.sweep import SweepContent, recipe_rows
-from mergegate.tasks.report.sweep_page import set_rows
+from mergegate.tasks.release.report import render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
+from mergegate.tasks.release.report.sweep import SweepContent, recipe_rows
+from mergegate.tasks.release.report.sweep_page import set_rows
 from mergegate.tasks.sweep import ConfirmationPower, Study
 from mergegate.tasks.sweep.confirmation import Confirmation, confirm, reason_not_to_confirm
 from mergegate.tasks.sweep.study import TrialRequest

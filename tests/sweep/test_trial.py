@@ -23,12 +23,12 @@ from trial_settings import DEMO, PLAIN, StopsAt, demo, setting_of, stage_scores,
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
-from mergegate.tasks.checkpoints import Model, load_model, pin_checkpoints, resolve_parents, unload_models
-from mergegate.tasks.checkpoints.model_process import _Answers
-from mergegate.tasks.evaluation import DocumentSplits, Scoring, tokenize_task
-from mergegate.tasks.evaluation.backends.hf import wrap_model
-from mergegate.tasks.perplexity.measurement import WindowSettings, measure
-from mergegate.tasks.perplexity.text import read_texts
+from mergegate.tasks.models.checkpoints import Model, load_model, pin_checkpoints, resolve_parents, unload_models
+from mergegate.tasks.models.checkpoints.model_process import _Answers
+from mergegate.tasks.quality.evaluation import DocumentSplits, Scoring, tokenize_task
+from mergegate.tasks.quality.evaluation.backends.hf import wrap_model
+from mergegate.tasks.quality.perplexity.measurement import WindowSettings, measure
+from mergegate.tasks.quality.perplexity.text import read_texts
 from mergegate.tasks.sweep import trial
 from mergegate.tasks.sweep.objective import TEXT, MetricKey
 from mergegate.tasks.sweep.study import TrialRequest, TrialScores

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mergegate.tasks.variants.quantized_tensors import SCHEMES, Scheme, expected_configuration
+from mergegate.tasks.quality.variants.quantized_tensors import SCHEMES, Scheme, expected_configuration
 from tests.tiny_models import LETTERS, make_model
 
 Family = Literal["llama", "qwen2", "mixtral"]

@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.checkpoints import Model, QuantizedModel, deciding_files
-from mergegate.tasks.serve import Check, ServeSettings
-from mergegate.tasks.stage import stage, value_stage, versions
-from mergegate.tasks.store import Artifact, StoredValue
-from mergegate.tasks.variants import ConversionCheck, VariantFormat, VariantRecord, variant_formats
+from mergegate.tasks.base.stage import stage, value_stage, versions
+from mergegate.tasks.base.store import Artifact, StoredValue
+from mergegate.tasks.models.checkpoints import Model, QuantizedModel, deciding_files
+from mergegate.tasks.quality.serve import Check, ServeSettings
+from mergegate.tasks.quality.variants import ConversionCheck, VariantFormat, VariantRecord, variant_formats
 
 Fault = Literal[
     "environment",  # the quantizer is not installed

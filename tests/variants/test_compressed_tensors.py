@@ -19,16 +19,16 @@ from pydantic import ValidationError
 from mergegate.flows.profile.schema import ProfileSettings
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.checkpoints import Model, QuantizedModel, load_model, unload_models
-from mergegate.tasks.serve import Check, ServeSettings
-from mergegate.tasks.stage import store
-from mergegate.tasks.variants.compressed_tensors import (
+from mergegate.tasks.base.stage import store
+from mergegate.tasks.models.checkpoints import Model, QuantizedModel, load_model, unload_models
+from mergegate.tasks.quality.serve import Check, ServeSettings
+from mergegate.tasks.quality.variants.compressed_tensors import (
     Calibration,
     CompressedTensorsFormat,
     Quantizer,
     quantize_weights,
 )
-from mergegate.tasks.variants.quantized_tensors import SCHEMES, check_files, shape_problem, shapes_of
+from mergegate.tasks.quality.variants.quantized_tensors import SCHEMES, check_files, shape_problem, shapes_of
 from tests.variants.quantized_samples import (
     Family,
     Tensors,

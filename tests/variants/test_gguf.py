@@ -30,14 +30,20 @@ from mergegate.merge_core.checkpoint import GgufArray, GgufHeader, read_gguf_hea
 from mergegate.merge_core.checkpoint.gguf_file import _TENSOR_TYPES
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files.hashing import sha256_file
-from mergegate.tasks.checkpoints import Model, QuantizedModel
-from mergegate.tasks.llama_cpp import FILE_TYPES, measure_importance
-from mergegate.tasks.serve import Check, ServeSettings
-from mergegate.tasks.stage import runtime, store
-from mergegate.tasks.store import Artifact
-from mergegate.tasks.variants import ConversionCheck, VariantRecord, gguf_conversion
-from mergegate.tasks.variants.contract import CalibrationSettings
-from mergegate.tasks.variants.gguf import GgufFormat, _chat_checks, answer_with_gguf, inspect_gguf, quantize_gguf
+from mergegate.tasks.base.stage import runtime, store
+from mergegate.tasks.base.store import Artifact
+from mergegate.tasks.models.checkpoints import Model, QuantizedModel
+from mergegate.tasks.models.llama_cpp import FILE_TYPES, measure_importance
+from mergegate.tasks.quality.serve import Check, ServeSettings
+from mergegate.tasks.quality.variants import ConversionCheck, VariantRecord, gguf_conversion
+from mergegate.tasks.quality.variants.contract import CalibrationSettings
+from mergegate.tasks.quality.variants.gguf import (
+    GgufFormat,
+    _chat_checks,
+    answer_with_gguf,
+    inspect_gguf,
+    quantize_gguf,
+)
 
 torch.set_num_threads(1)
 
@@ -412,7 +418,9 @@ def test_a_wrong_tokenizer_is_found_before_and_after_quantizing(
 def test_a_tokenizer_that_llama_cpp_cannot_express_is_refused(
     rules: Rules, found: str, tools: gguf_conversion.GgufTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mergegate.tasks.variants.gguf_conversion.known_labels", lambda tools: ["gpt-2", "qwen2"])
+    monkeypatch.setattr(
+        "mergegate.tasks.quality.variants.gguf_conversion.known_labels", lambda tools: ["gpt-2", "qwen2"]
+    )
     with pytest.raises(Refused, match=found):
         gguf_conversion.convert_merge.build(save_model(tmp_path / "model", "llama", rules), "Tiny", tools)
 
@@ -499,7 +507,7 @@ def test_a_run_with_nothing_new_needs_neither_the_converted_file_nor_a_process(
 ) -> None:
     settings = GgufFormat(format="gguf", types=("Q8_0",), name="Tiny", python=llama.tools.python)
     shutil.rmtree(llama.artifact.directory)
-    monkeypatch.setattr("mergegate.tasks.sandbox.supervision.SupervisedProcess.__init__", pytest.fail)
+    monkeypatch.setattr("mergegate.tasks.base.sandbox.supervision.SupervisedProcess.__init__", pytest.fail)
     assert quantize_gguf.find(llama.merge, "Tiny", "Q8_0", llama.tools)
     files = settings.release_files("Demo", llama.variant)
     assert files == {"Demo-Q8_0.gguf": llama.variant.directory / "model-Q8_0.gguf"}

@@ -12,11 +12,11 @@ from traps import ends
 
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
-from mergegate.tasks import llama_cpp
-from mergegate.tasks.checkpoints import OutOfModelMemory, QuantizedModel
-from mergegate.tasks.evaluation import Scoring, find_backend
-from mergegate.tasks.llama_cpp import client
-from mergegate.tasks.store import digest
+from mergegate.tasks.base.store import digest
+from mergegate.tasks.models import llama_cpp
+from mergegate.tasks.models.checkpoints import OutOfModelMemory, QuantizedModel
+from mergegate.tasks.models.llama_cpp import client
+from mergegate.tasks.quality.evaluation import Scoring, find_backend
 
 VOCABULARY = {"tokens": {"bos": 1, "eos": 2, "eot": None, "pad": None, "sep": None, "nl": None}, "adds_bos": True}
 VOCABULARY |= {"adds_eos": False, "vocabulary_size": 30, "context_length": 64}

@@ -22,10 +22,8 @@ from mergegate.merge_core.checkpoint import read_gguf_header
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo, sha256_file
 from mergegate.merge_core.files.records import JournalLocation, open_journal
-from mergegate.tasks.checkpoints import Model, QuantizedModel, end_model_process, load_model
-from mergegate.tasks.evaluation import Scoring, find_backend
-from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
-from mergegate.tasks.llama_cpp import (
+from mergegate.tasks.models.checkpoints import Model, QuantizedModel, end_model_process, load_model
+from mergegate.tasks.models.llama_cpp import (
     BACKEND_NAME,
     FILE_TYPES,
     AnswerChoice,
@@ -36,9 +34,11 @@ from mergegate.tasks.llama_cpp import (
     runtime_versions,
     toolchain,
 )
-from mergegate.tasks.perplexity.measurement import WindowSettings
-from mergegate.tasks.perplexity.settings import PerplexitySettings
-from mergegate.tasks.perplexity.stage import perplexity, pin_documents, read_documents
+from mergegate.tasks.quality.evaluation import Scoring, find_backend
+from mergegate.tasks.quality.evaluation.scoring.answer_journal import attach_journal
+from mergegate.tasks.quality.perplexity.measurement import WindowSettings
+from mergegate.tasks.quality.perplexity.settings import PerplexitySettings
+from mergegate.tasks.quality.perplexity.stage import perplexity, pin_documents, read_documents
 
 Family = Literal["llama", "qwen2"]
 PROJECT = Path(__file__).resolve().parents[2]

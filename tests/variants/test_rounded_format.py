@@ -11,7 +11,7 @@ from rounded_format import RoundedFormat, forget_formats, rounded_registered
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.variants import VariantFormat
+from mergegate.tasks.quality.variants import VariantFormat
 
 PROJECT = Path(__file__).resolve().parents[2]
 REVERSER = PROJECT / "profiles" / "demo" / "models" / "reverser"

@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core.checkpoint import GgufTensor, read_gguf_header
 from mergegate.merge_core.files.hashing import sha256_file
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.store import MANIFEST, Artifact, digest
-from mergegate.tasks.variants import VariantFormat, VariantRecord
+from mergegate.tasks.base.store import MANIFEST, Artifact, digest
+from mergegate.tasks.models.checkpoints import Model
+from mergegate.tasks.quality.variants import VariantFormat, VariantRecord
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "flows"))
 
@@ -38,7 +38,7 @@ from rounded_format import RoundedFormat, rounded_registered
 from test_killed_run import DIES, environment, files_of
 from walkthrough import blocks_of, reader
 
-from mergegate.tasks.variants.gguf import GgufFormat
+from mergegate.tasks.quality.variants.gguf import GgufFormat
 
 Mutation = Callable[[Path, random.Random], None]
 WEIGHTS = "model.safetensors"

@@ -10,7 +10,9 @@ from pydantic import BaseModel, Field
 
 from mergegate.merge_core.errors import Finding, Refused
 from mergegate.merge_core.recipe import name_in_path
-from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory, read_card
+from mergegate.tasks.base.stage import StageValue, value_stage
+from mergegate.tasks.base.store import NotInKey
+from mergegate.tasks.models.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory, read_card
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.resolve import (
     AncestorLookup,
@@ -29,8 +31,6 @@ from mergegate.tasks.preflight.licenses.weight_relations import (
     with_undeclared,
 )
 from mergegate.tasks.preflight.settings import LicenseSettings, Use
-from mergegate.tasks.stage import StageValue, value_stage
-from mergegate.tasks.store import NotInKey
 
 
 class Declared(BaseModel, frozen=True, extra="forbid"):

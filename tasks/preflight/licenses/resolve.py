@@ -30,8 +30,14 @@ from pydantic import BaseModel
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import open_plain, read_json
-from mergegate.tasks.checkpoints import CARD_FILE, NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, read_card
-from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, hub_access, is_offline, snapshots_directory
+from mergegate.tasks.models.checkpoints import CARD_FILE, NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, read_card
+from mergegate.tasks.models.checkpoints.hub import (
+    HubAccess,
+    describe_hub_error,
+    hub_access,
+    is_offline,
+    snapshots_directory,
+)
 from mergegate.tasks.preflight.licenses.rules import Licensed, LicensedParent, Unread
 from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, LicenseTable, identify_license, license_by_link
 

@@ -15,9 +15,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel
 
+from mergegate.tasks.base.store import NotInKey
 from mergegate.tasks.preflight.licenses.table import License, LicenseTable
 from mergegate.tasks.preflight.settings import Use
-from mergegate.tasks.store import NotInKey
 
 LicenseStatus = Literal["allowed", "review", "blocked"]
 SEVERITY: dict[LicenseStatus, int] = {"allowed": 0, "review": 1, "blocked": 2}

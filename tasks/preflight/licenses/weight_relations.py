@@ -35,8 +35,8 @@ from mergegate.merge_core.errors import Finding, InvalidInput, Refused
 from mergegate.merge_core.files import hold_lock, write_state
 from mergegate.merge_core.parsing import JsonBounds, line_location, parse_json, parsing_errors, read_lines
 from mergegate.merge_core.recipe import name_in_path
-from mergegate.tasks.checkpoints import ResolvedCheckpoint, open_parent
-from mergegate.tasks.checkpoints.hub import element_reader
+from mergegate.tasks.models.checkpoints import ResolvedCheckpoint, open_parent
+from mergegate.tasks.models.checkpoints.hub import element_reader
 from mergegate.tasks.preflight.licenses.resolve import quote_text
 from mergegate.tasks.preflight.licenses.rules import Licensed, LicensedParent, join_words
 from mergegate.tasks.preflight.licenses.table import LicenseTable

@@ -1,4 +1,0 @@
-"""Explain a merge: how the weights of its parents interfere, which documents it lost, and which remedies to try."""
-
-from mergegate.tasks.explain.remedies import CHANCE, Remedy, drop_tried_remedies, normalize_recipe, relative_movement
-from mergegate.tasks.explain.stage import Explanation, explain_merge

@@ -1,0 +1,1 @@
+"""Models on disk and on the Hub: references, pins, downloads, and the processes that load models."""

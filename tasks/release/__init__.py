@@ -1,0 +1,1 @@
+"""What leaves the house: documents, signatures, publish targets, reports, explanations and metrics."""
