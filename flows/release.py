@@ -296,7 +296,7 @@ def _record_samples(assessment: Assessment, merge_digest: str, champion_digest: 
 
 def _explain_attempt(
     cleared_candidate: ClearedCandidate,
-    pinned: PinnedRecipe,
+    pinned_recipe: PinnedRecipe,
     judged_merge: JudgedMerge,
     assessment: Assessment,
     evidence: Evidence,
@@ -306,7 +306,7 @@ def _explain_attempt(
     parents = (
         parent for parent in judged_merge.parents if parent.ref in first or parent.ref not in evidence.unmeasured
     )
-    adapted_recipe = replace(pinned, parents=tuple(parents))
+    adapted_recipe = replace(pinned_recipe, parents=tuple(parents))
     document, gate = cleared_candidate.candidate.document, assessment.verdict.value
     return explain_merge(adapted_recipe, judged_merge.model, document, gate, assessment.scores, evidence.tasks)
 

@@ -45,26 +45,24 @@ PATTERNS = {
         r"\b(nobody|somebody|everybody|whoever|whatever|whomever|wherever|whichever|a stranger|strangers?)\b", re.I
     ),
     "is no": re.compile(
-        r"(?<!there )\b(is|are|was|were|be|as) (no|none)\b(?! longer| more than| one\b)"
-        r"|\bis none of\b|\bnot any ?more\b|\bhas not\b|\bhave not\b",
-        re.I,
+        r"(?<!there )\b(is|are|was|were|be|as) no\b(?! longer| more than| one\b)|\bnot any ?more\b"  # Not: is None
     ),
+    "fragment": re.compile(r"^None: "),
     "those that": re.compile(
         r"\b(those that|all that|that which|that what|such that is|one that|ones that|(all|much|of|to|for|by|with|from"
         r"|on|in) what|of which|what (is|was|it|a|the|they|one))\b",
         re.I,
     ),
     "words": re.compile(
-        r"\b(anew|beside|beforehand|to be had|likewise|thereby|hence|lies? (in|at|beside|there)|lay in"
+        r"\b(anew|beside|beforehand|to be had|thereby|lies? (in|at|beside|there)|lay in"
         r"|stands? (in|at|there|for what)|(is|are|was) (told|said|asked)|says? so|(asked|said|told) of|told otherwise"
-        r"|otherwise than|meanwhile|by itself|comes? to|all the same|afresh|thus|therein|thereof|(?<!-)alike|at once"
-        r"|as well)\b",
+        r"|otherwise than|meanwhile|comes? to|all the same|afresh|therein|thereof|(?<!-)alike)\b",
         re.I,
     ),
     "inversion": re.compile(
         r"\b(so (many|much) (of|a|an|as|to)|must not be|(is|are) not there|is there\b(?! a| an)|that there (is|are)"
         r"|there (is|are) (of|to be)|where (there|it|they) (is|are|has|have) (none|no|not|one)|in (its|their) order"
-        r"|in (its|their) turn|a (look|night|voice|yes|no|place|person)\b|goes? on|made of"
+        r"|in (its|their) turn|a (night|voice|yes|no|place|person)\b"
         r"|what (can|could|may|must|would|should|has|have|had|does|do|did))\b",
         re.I,
     ),

@@ -56,6 +56,7 @@ def test_docs_of_one_kind_are_idiomatic_together() -> None:
 LITERAL = (
     "What is asked of whom meanwhile: keys, the store, files.",
     "To be called before anything is done that a look must not do.",
+    "None: the task compares given answers.",
     "Of several tasks that is asked of their mean.",
     "Nights that nobody carried out.",
     "which is no model of this merge",
@@ -63,7 +64,7 @@ LITERAL = (
 PLAIN = (
     "Return the digest of all files.",
     "Log cache keys, file reads and subprocesses.",
-    "Raise InvalidInput if a tensor contains NaN.",
+    "Raise InvalidInput if a tensor contains NaN, and return None if the path is None.",
     "Size of the first random sample per task or group. Default: 500.",
 )
 

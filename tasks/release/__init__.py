@@ -1,1 +1,1 @@
-"""What leaves the house: documents, signatures, publish targets, reports, explanations and metrics."""
+"""Parts of a release: documents, signatures, publish targets, reports, explanations and metrics."""
