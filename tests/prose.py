@@ -47,7 +47,6 @@ PATTERNS = {
     "is no": re.compile(
         r"(?<!there )\b(is|are|was|were|be|as) no\b(?! longer| more than| one\b)|\bnot any ?more\b"  # Not: is None
     ),
-    "fragment": re.compile(r"^None: "),
     "those that": re.compile(
         r"\b(those that|all that|that which|that what|such that is|one that|ones that|(all|much|of|to|for|by|with|from"
         r"|on|in) what|of which|what (is|was|it|a|the|they|one))\b",
@@ -60,7 +59,7 @@ PATTERNS = {
         re.I,
     ),
     "inversion": re.compile(
-        r"\b(so (many|much) (of|a|an|as|to)|must not be|(is|are) not there|is there\b(?! a| an)|that there (is|are)"
+        r"\b(so (many|much) (of|a|an|as|to)|(is|are) not there|is there\b(?! a| an)|that there (is|are)"
         r"|there (is|are) (of|to be)|where (there|it|they) (is|are|has|have) (none|no|not|one)|in (its|their) order"
         r"|in (its|their) turn|a (night|voice|yes|no|place|person)\b"
         r"|what (can|could|may|must|would|should|has|have|had|does|do|did))\b",

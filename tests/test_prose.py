@@ -56,7 +56,6 @@ def test_docs_of_one_kind_are_idiomatic_together() -> None:
 LITERAL = (
     "What is asked of whom meanwhile: keys, the store, files.",
     "To be called before anything is done that a look must not do.",
-    "None: the task compares given answers.",
     "Of several tasks that is asked of their mean.",
     "Nights that nobody carried out.",
     "which is no model of this merge",
