@@ -95,7 +95,7 @@ def test_an_unknown_reference_lists_the_supported_forms() -> None:
 @pytest.mark.parametrize("floor", ["flows", "tasks"])
 def test_only_the_registry_distinguishes_targets(floor: str) -> None:
     project = Path(__file__).resolve().parents[2]
-    own = project / "tasks" / "publish" / "targets"
+    own = project / "tasks" / "release" / "publish" / "targets"
     asking = [
         str(file.relative_to(project))
         for file in sorted((project / floor).rglob("*.py"))
