@@ -219,7 +219,7 @@ def _compare(study: Study, confirmed: Any, models: DrawnModels) -> Outcome:
 
     outcomes = [result.outcome for result in confirmed.soup.ingredients]
     kept = [index for index, outcome in zip(label_index, outcomes, strict=True) if outcome in ("first", "kept")]
-    greedy = [label_index[position] for position in study.soup.chosen]
+    greedy = [label_index[position] for position in study.soup.positions]
     first = models.true_score(kept[:1])
     is_confirmed = isinstance(confirmed, Confirmation) and confirmed.confirmed
     truth = models.true_score(kept)

@@ -19,6 +19,7 @@ recipe: demo/recipes/ties.yaml
 perplexity: {documents: demo/data/held-out.jsonl, max_documents: 30, max_increase: 50%}
 evaluate:
   documents: 50
+  extend: false
   tasks:
     - {task: demo/tasks/copy.yaml, guarded_by: base, max_drop: 3}
     - {task: demo/tasks/reverse.yaml, guarded_by: base, max_drop: 3}

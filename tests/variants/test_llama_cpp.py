@@ -276,7 +276,7 @@ def test_a_chat_has_the_prompt_of_the_template_in_the_file(llama: Model, tmp_pat
 
 
 def test_declared_numbers_and_settings_are_those_of_the_environment(gguf_python: Path) -> None:
-    child = Path(__file__).resolve().parents[2] / "tasks" / "llama_cpp" / "child.py"
+    child = Path(__file__).resolve().parents[2] / "tasks" / "models" / "llama_cpp" / "child.py"
     program = (
         "import runpy; from llama_cpp import llama_cpp as library;"
         f"child = runpy.run_path({str(child)!r});"
