@@ -32,7 +32,7 @@ from mergegate.tasks.base.store import NotInKey
 from mergegate.tasks.quality.evaluation.backends import find_backend
 from mergegate.tasks.quality.evaluation.backends.server import ServerSettings
 from mergegate.tasks.quality.evaluation.backends.vllm import VllmSettings
-from mergegate.tasks.quality.evaluation.values import CHUNK_SIZE
+from mergegate.tasks.quality.evaluation.document_order import CHUNK_SIZE
 
 _BACKEND_SETTINGS = ("vllm", "server")  # fields that belong to one backend each
 
