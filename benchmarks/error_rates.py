@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.evaluation.document_order import interim_looks
 from mergegate.tasks.quality.gate.clusters import (
     MIN_CLUSTERS,
     cluster_errors,

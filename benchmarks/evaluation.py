@@ -141,9 +141,9 @@ def score(told: str) -> None:
     from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.models.checkpoints import Model
     from mergegate.tasks.quality.evaluation import Scoring, pin_task
+    from mergegate.tasks.quality.evaluation.document_order import DocumentRange
     from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_documents
     from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
-    from mergegate.tasks.quality.evaluation.values import DocumentRange
 
     task, model, mirror, folder, out, dtype = json.loads(told)
     if task == "wikitext":

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrc
 
-from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.evaluation.document_order import interim_looks
 from mergegate.tasks.quality.gate.alarms import ALARM_SHARE, CLEAR
 from mergegate.tasks.quality.gate.evidence import GuardEvidence, MetricDrop
 from mergegate.tasks.quality.gate.regression import judge_guards

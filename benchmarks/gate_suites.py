@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.quality.evaluation.values import SampleUse, interim_looks
+from mergegate.tasks.quality.evaluation.document_order import SampleUse, interim_looks
 from mergegate.tasks.quality.gate.earlier_runs import anchor_confidence
 from mergegate.tasks.quality.gate.power import DrawnDrops, draw, passing_merges
 from mergegate.tasks.quality.gate.regression import decide_guard

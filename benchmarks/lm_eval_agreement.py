@@ -230,9 +230,9 @@ def theirs_by_document(task: str, model: Path, where: Mapping[str, Any], folder:
 
 def ours_by_document(task: str, model: Path, mirror: Path, scratch: Path) -> dict[tuple[str, int], Any]:
     """Score the task as a profile with ``evaluate.data`` does."""
+    from mergegate.tasks.quality.evaluation.document_order import DocumentRange
     from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_documents
     from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
-    from mergegate.tasks.quality.evaluation.values import DocumentRange
 
     pinned = pin_task(task, scratch, HashMemo(scratch / "hashes.db"), mirror)
     asked = Model(name="random", digest=str(model), directory=model)

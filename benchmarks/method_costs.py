@@ -17,8 +17,8 @@ import torch
 
 from mergegate.merge_core.engine.forecast.probe import reference_pass
 from mergegate.merge_core.methods.contract import REQUIRED, Block, Fold, Map, Method, StoredBlock, TensorTask
+from mergegate.merge_core.methods.masks import mask_key
 from mergegate.merge_core.methods.registry import merge_methods
-from mergegate.merge_core.methods.sparsify import mask_key
 
 ROWS, COLUMNS = 512, 4096
 ELEMENTS = ROWS * COLUMNS

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.evaluation.document_order import interim_looks
 from mergegate.tasks.quality.gate.sequential import plan_looks
 from mergegate.tasks.quality.gate.statistics import normal_quantile, score_statistic
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.evaluation.document_order import interim_looks
 from mergegate.tasks.quality.gate.alarms import ALARM_SHARE, Part
 from mergegate.tasks.quality.gate.power import DrawnDrops, draw, passing_merges
 from mergegate.tasks.quality.gate.sequential import plan_looks

@@ -20,11 +20,11 @@ from mergegate.tasks.models.checkpoints.model import Model
 from mergegate.tasks.models.checkpoints.model_process import end_model_process
 from mergegate.tasks.quality.evaluation.backends import added_backends
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.document_order import DocumentRange
 from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_documents
 from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
 from mergegate.tasks.quality.evaluation.settings import Scoring
-from mergegate.tasks.quality.evaluation.values import DocumentRange
 
 A = TypeVar("A")
 

@@ -16,7 +16,7 @@ from tiny_models import words, write_choices
 
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
-from mergegate.tasks.quality.evaluation.values import order_documents
+from mergegate.tasks.quality.evaluation.document_order import order_documents
 
 PROJECT = Path(__file__).resolve().parents[1]
 

@@ -24,6 +24,6 @@ from mergegate.merge_core.methods.contract import (
     map_only,
 )
 from mergegate.merge_core.methods.kernel_cache import has_kernels, kernel_directory, record_kernels
+from mergegate.merge_core.methods.masks import mask_key
 from mergegate.merge_core.methods.registry import BUILT_IN, find_method, merge_methods
-from mergegate.merge_core.methods.sparsify import mask_key
 from mergegate.merge_core.methods.task_vectors import TASK_ARITHMETIC

@@ -40,7 +40,7 @@ from mergegate.merge_core.methods.contract import (
     map_only,
     torch,
 )
-from mergegate.merge_core.methods.sparsify import mask_words
+from mergegate.merge_core.methods.masks import mask_words
 
 # Parameters of several methods.
 WEIGHT = Parameter("weight", "float", "non_base", REQUIRED, "factor of each task vector")

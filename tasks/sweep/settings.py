@@ -34,9 +34,9 @@ class _Settings(BaseModel):
 class FreeParameter(_Settings):
     """A free parameter, used in the recipe as ``$name``, and its possible values."""
 
-    type: Literal["float", "log", "integer", "category"] = "float"
-    low: float | None = None
-    high: float | None = None
+    type: Literal["float", "log", "integer", "category"] = Field(default="float", description="Kind of its values.")
+    low: float | None = Field(default=None, description="Smallest value.")
+    high: float | None = Field(default=None, description="Largest value.")
     choices: tuple[Value, ...] = Field(default=(), description="Choices of a category: models, methods or numbers.")
     start: Value = Field(description="Hand-written value. The search begins at it, and the winner must beat it.")
     layers: int | None = Field(
@@ -64,7 +64,7 @@ class ObjectiveTerm(_Settings):
     metric: str | None = Field(
         default=None, description="lm-eval's metric, for measure: metric ('exact_match,strict-match')."
     )
-    weight: float = Field(default=1.0, gt=0, le=1000)
+    weight: float = Field(default=1.0, gt=0, le=1000, description="Factor of this term in the sum.")
     clip: float | None = Field(
         default=None, gt=0, description="Log-likelihoods below minus this value are raised to it, in nats per token."
     )
@@ -74,9 +74,9 @@ class ObjectiveTerm(_Settings):
 class Constraint(_Settings):
     """A task on which a candidate must not fall too far while the objective improves."""
 
-    task: str
-    measure: Measure = "exact"
-    metric: str | None = None
+    task: str = Field(description="Task of evaluate.tasks, or another file or name.")
+    measure: Measure = Field(default="exact", description="As in the objective.")
+    metric: str | None = Field(default=None, description="As in the objective.")
     guarded_by: str | None = Field(default=None, description="Name of a parent. Default: the hand-written recipe.")
     max_drop: float = Field(
         default=2.0, ge=0, description="Largest allowed drop in points (for log-likelihoods: hundredths of a nat)."
@@ -89,15 +89,15 @@ class SetSizes(_Settings):
     The gate uses all other documents. Identical documents and documents of one cluster are always in the same set.
     """
 
-    search: int = Field(default=200, ge=10)
-    confirmation: int = Field(default=400, ge=20)
+    search: int = Field(default=200, ge=10, description="Documents that score the trials, per task.")
+    confirmation: int = Field(default=400, ge=20, description="Documents that confirm the winner, per task.")
     seed: int = Field(default=0, ge=0, description="Seed of the split into sets.")
 
 
 class Budget(_Settings):
     """Limits of a search. The search ends at the first limit that it reaches."""
 
-    trials: int = Field(default=60, ge=1)
+    trials: int = Field(default=60, ge=1, description="Number of recipes to try.")
     hours: float | None = Field(default=None, gt=0, description="Wall time in hours, over all runs of the search.")
     cost: float | None = Field(default=None, gt=0, description="Money to spend: worker hours times cost_per_hour.")
     cost_per_hour: float | None = Field(default=None, gt=0, description="Cost of one worker per hour.")
@@ -159,8 +159,8 @@ class SweepSettings(_Settings):
         default=0.0, ge=0, description="Penalty, times the relative size of the change from the base."
     )
     constraints: tuple[Constraint, ...] = ()
-    sampler: SamplerName = "cma"
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    sampler: SamplerName = Field(default="cma", description="Algorithm that proposes the next recipe.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the algorithm.")
     population: int | None = Field(
         default=None, ge=2, description="Candidates per generation. Default: depends on the dimension."
     )

@@ -23,11 +23,11 @@ from mergegate.tasks.models.checkpoints import model_cache, model_process
 from mergegate.tasks.models.checkpoints.model import Model, files_fingerprint
 from mergegate.tasks.models.checkpoints.model_process import call_model_process, end_model_process, start_model_process
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_task
+from mergegate.tasks.quality.evaluation.document_order import DocumentRange
 from mergegate.tasks.quality.evaluation.scoring import harness
 from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_in_child
 from mergegate.tasks.quality.evaluation.settings import Scoring
 from mergegate.tasks.quality.evaluation.stage import evaluate
-from mergegate.tasks.quality.evaluation.values import DocumentRange
 from mergegate.tasks.quality.perplexity.measurement import WindowSettings
 from mergegate.tasks.quality.perplexity.settings import PerplexitySettings
 from mergegate.tasks.quality.perplexity.stage import ensemble_likelihoods, perplexity, pin_documents, read_documents

@@ -19,10 +19,10 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.base.store import Artifact
 from mergegate.tasks.quality.evaluation import DocumentSplits, EvalTask, Scoring, values
+from mergegate.tasks.quality.evaluation.document_order import split_documents
 from mergegate.tasks.quality.evaluation.scoring.loading import documents_in_set, inspect_data, load_task
 from mergegate.tasks.quality.evaluation.scoring.scores import Scores
 from mergegate.tasks.quality.evaluation.stage import GENERATED, document_seconds
-from mergegate.tasks.quality.evaluation.values import split_documents
 from mergegate.tasks.quality.perplexity.text import HeldOutText, read_texts
 
 NAMES = ("search", "confirmation", "gate")

@@ -27,13 +27,7 @@ from mergegate.tasks.base.store.store import Artifact
 from mergegate.tasks.models.checkpoints import unload_models
 from mergegate.tasks.models.checkpoints.model import Model
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
-from mergegate.tasks.quality.evaluation.scoring import document_scores, harness, loading
-from mergegate.tasks.quality.evaluation.scoring.document_scores import SCORES_FILE, DocumentScore
-from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob
-from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScores, join_parts
-from mergegate.tasks.quality.evaluation.settings import Scoring
-from mergegate.tasks.quality.evaluation.stage import evaluate_documents, excerpt, pin_data
-from mergegate.tasks.quality.evaluation.values import (
+from mergegate.tasks.quality.evaluation.document_order import (
     DocumentRange,
     cover_documents,
     document_ranges,
@@ -41,6 +35,12 @@ from mergegate.tasks.quality.evaluation.values import (
     order_documents,
     sample_ranges,
 )
+from mergegate.tasks.quality.evaluation.scoring import document_scores, harness, loading
+from mergegate.tasks.quality.evaluation.scoring.document_scores import SCORES_FILE, DocumentScore
+from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob
+from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScores, join_parts
+from mergegate.tasks.quality.evaluation.settings import Scoring
+from mergegate.tasks.quality.evaluation.stage import evaluate_documents, excerpt, pin_data
 from mergegate.tasks.quality.gate.references import pin_tasks
 from mergegate.tasks.quality.gate.settings import Guard
 

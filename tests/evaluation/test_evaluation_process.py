@@ -24,10 +24,10 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.models.checkpoints import model_cache, model_process
 from mergegate.tasks.models.checkpoints.model import Model
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.document_order import order_documents
 from mergegate.tasks.quality.evaluation.scoring import harness, loading
 from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.quality.evaluation.scoring.metrics import documents_of
-from mergegate.tasks.quality.evaluation.values import order_documents
 
 OUT_OF_MEMORY = ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size")
 PANIC = ("class Panic(BaseException): pass\nraise Panic('out of bounds')", "Panic: out of bounds", "")
@@ -193,7 +193,7 @@ from mergegate.tasks.quality.evaluation import EvalTask, Scoring
 from mergegate.tasks.quality.evaluation.scoring import harness
 from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob
 from mergegate.tasks.quality.evaluation.scoring.metrics import documents_of
-from mergegate.tasks.quality.evaluation.values import DocumentRange
+from mergegate.tasks.quality.evaluation.document_order import DocumentRange
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
 job = ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu")

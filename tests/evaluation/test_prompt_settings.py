@@ -27,6 +27,7 @@ from mergegate.tasks.base.store.manifest import digest
 from mergegate.tasks.models.checkpoints.model_cache import unload_models
 from mergegate.tasks.quality.evaluation.definitions.support import require_effect
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.document_order import DocumentSplits
 from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import (
     BUDGET_NAMES,
     require_known_generation,
@@ -34,7 +35,6 @@ from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import (
 )
 from mergegate.tasks.quality.evaluation.scoring.prompts import TaskPreview, TokenizerSource, _render
 from mergegate.tasks.quality.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
-from mergegate.tasks.quality.evaluation.values import DocumentSplits
 from mergegate.tasks.quality.gate.references import pin_tasks
 from mergegate.tasks.quality.gate.settings import EvaluateSettings, Guard
 from mergegate.tasks.sweep.trial_pool import SweepEvidence

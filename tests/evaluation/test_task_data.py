@@ -23,11 +23,11 @@ from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.models.checkpoints import end_model_process
 from mergegate.tasks.models.checkpoints.model import Model
 from mergegate.tasks.quality.evaluation import CountLimit, EvalTask, count_task, data_revisions, pin_data, pin_task
+from mergegate.tasks.quality.evaluation.document_order import DataSource
 from mergegate.tasks.quality.evaluation.scoring import loading
 from mergegate.tasks.quality.evaluation.scoring.harness import score_documents
 from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import quiet as quiet_lm_eval
 from mergegate.tasks.quality.evaluation.scoring.loading import digest_of_leaves, inspect_data, load_task, revision_now
-from mergegate.tasks.quality.evaluation.values import DataSource
 from mergegate.tasks.quality.gate.settings import Guard
 
 REPO = "acme/letters"

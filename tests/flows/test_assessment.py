@@ -25,11 +25,11 @@ from mergegate.tasks.models.checkpoints.model import Model, QuantizedModel
 from mergegate.tasks.preflight import Evidence, power_forecast
 from mergegate.tasks.quality.evaluation import find_backend
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.document_order import document_ranges
 from mergegate.tasks.quality.evaluation.scoring import document_scores
 from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore
 from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScore
 from mergegate.tasks.quality.evaluation.settings import Scoring
-from mergegate.tasks.quality.evaluation.values import document_ranges
 from mergegate.tasks.quality.gate.settings import CHAMPION, GateRule, Guard
 from mergegate.tasks.quality.gate.verdicts import GateVerdict
 from mergegate.tasks.release.report import gate_notes

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.evaluation.document_order import interim_looks
 from mergegate.tasks.quality.gate.clusters import clustered_difference, critical_value, effective_clusters
 from mergegate.tasks.quality.gate.earlier_runs import anchor_confidence
 from mergegate.tasks.quality.gate.graded_scores import graded_difference

@@ -15,7 +15,7 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.base.stage import home as home_of
-from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.evaluation.document_order import interim_looks
 from mergegate.tasks.quality.gate.earlier_runs import anchor_confidence, count_refusals, record_refusal
 from mergegate.tasks.quality.gate.regression import decide_guard, judge_guards
 from mergegate.tasks.quality.gate.sequential import InterimLook, plan_looks

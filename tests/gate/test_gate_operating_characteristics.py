@@ -11,7 +11,7 @@ import pytest
 from benchmark_scripts import load_benchmark, script_fixture
 from gate_samples import MEASUREMENTS, table_in_docs, verdict_of
 
-from mergegate.tasks.quality.evaluation.values import interim_looks
+from mergegate.tasks.quality.evaluation.document_order import interim_looks
 from mergegate.tasks.quality.gate.settings import Guard
 
 PAGE = MEASUREMENTS / "gate-error-rates.md"

@@ -19,8 +19,8 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.quality.evaluation import by_task
+from mergegate.tasks.quality.evaluation.document_order import DocumentRange
 from mergegate.tasks.quality.evaluation.scoring.document_scores import PairedScores
-from mergegate.tasks.quality.evaluation.values import DocumentRange
 from mergegate.tasks.quality.gate import Guard, graded_difference, graded_documents_needed, graded_scores
 from mergegate.tasks.quality.gate.evidence import measure_guard
 from mergegate.tasks.quality.gate.graded_scores import refutes

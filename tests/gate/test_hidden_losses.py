@@ -20,9 +20,9 @@ from scipy.stats import binom
 from mergegate.tasks.preflight.evidence import Evidence
 from mergegate.tasks.preflight.power_forecast import forecast_undecidable, plan_interim_looks
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.document_order import interim_looks
 from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.quality.evaluation.scoring.metrics import PROBABILITY
-from mergegate.tasks.quality.evaluation.values import interim_looks
 from mergegate.tasks.quality.gate import GatePlan, GateRule, Guard, GuardVerdict, cannot_pass, undecided_tasks
 from mergegate.tasks.quality.gate.alarms import Part, error_ratio_bound, leaf_parts
 from mergegate.tasks.quality.gate.evidence import GuardEvidence, measure_guard

@@ -26,7 +26,7 @@ from mergegate.merge_core import EngineSettings, merge_methods, merge_weights, o
 from mergegate.merge_core.engine import blocks, execution, tensor_run, writer
 from mergegate.merge_core.errors import DiskUnavailable, InvalidInput
 from mergegate.merge_core.methods import Fold, Map, Steps
-from mergegate.merge_core.methods.sparsify import MaskCache
+from mergegate.merge_core.methods.masks import MaskCache
 
 DARE = (
     "merge_method: dare_ties\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"

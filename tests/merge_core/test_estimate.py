@@ -27,7 +27,7 @@ from mergegate.merge_core.engine.forecast.probe import (
 )
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.contract import REQUIRED, Block, Fold, Map, TensorTask
-from mergegate.merge_core.methods.sparsify import mask_key
+from mergegate.merge_core.methods.masks import mask_key
 
 MODEL = {"layers": 2, "hidden": 64, "wide": 256, "keys": 16, "tokens": 500}
 TIES = (

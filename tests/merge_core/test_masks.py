@@ -15,8 +15,8 @@ from family import load, merge_text, save_checkpoint
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import kernels as fused
 from mergegate.merge_core.methods.contract import GRAIN, Fold
+from mergegate.merge_core.methods.masks import mask_key, mask_words, philox, threshold
 from mergegate.merge_core.methods.selection import ScoreFunction, SelectionRequest, guess_windows
-from mergegate.merge_core.methods.sparsify import mask_key, mask_words, philox, threshold
 
 ROWS, COLUMNS = 300, 400
 

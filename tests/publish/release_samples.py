@@ -21,14 +21,14 @@ from mergegate.merge_core import load_recipe
 from mergegate.tasks.base.store import Artifact, digest
 from mergegate.tasks.merge import MergeSummary, Numerics
 from mergegate.tasks.models.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
-from mergegate.tasks.preflight.licenses.algebra import combine_licenses
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
+from mergegate.tasks.preflight.licenses.combination import combine_licenses
 from mergegate.tasks.preflight.licenses.rules import LicensedParent
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import Use
+from mergegate.tasks.quality.evaluation.document_order import DataSource, TaskData
 from mergegate.tasks.quality.evaluation.scoring.scores import Scores, TaskScore
 from mergegate.tasks.quality.evaluation.settings import Scoring
-from mergegate.tasks.quality.evaluation.values import DataSource, TaskData
 from mergegate.tasks.quality.gate.evidence import GatePlan
 from mergegate.tasks.quality.gate.settings import GateRule
 from mergegate.tasks.quality.gate.stage import GateInputs

@@ -17,9 +17,9 @@ from scipy.stats import binomtest
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.models.checkpoints import parse_card
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
+from mergegate.tasks.quality.evaluation.document_order import DataSource, TaskData
 from mergegate.tasks.quality.evaluation.scoring.scores import TaskScore
 from mergegate.tasks.quality.evaluation.settings import Scoring
-from mergegate.tasks.quality.evaluation.values import DataSource, TaskData
 from mergegate.tasks.release.publish.documents.card import model_card, score_interval
 from mergegate.tasks.release.publish.documents.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
 from mergegate.tasks.release.publish.targets.hub import HubTarget

@@ -17,7 +17,7 @@ from mergegate.tasks.release.explain.stage import Explanation
 from mergegate.tasks.release.report import explanation_text
 from mergegate.tasks.release.report.content import ReportContent
 from mergegate.tasks.release.report.plots import heat_map_caption, interference_plot, layer_table
-from mergegate.tasks.release.report.tables import as_markdown
+from mergegate.tasks.release.report.table_rows import as_markdown
 from mergegate.tasks.release.report.wording import NONE
 
 

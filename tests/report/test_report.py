@@ -19,13 +19,13 @@ from samples import sampled
 
 from mergegate.tasks.base.stage import StageEnd
 from mergegate.tasks.base.store.manifest import stage_key
-from mergegate.tasks.quality.evaluation.values import DataSource, TaskData
+from mergegate.tasks.quality.evaluation.document_order import DataSource, TaskData
 from mergegate.tasks.quality.gate.verdicts import GateFinding, StratumDrift
 from mergegate.tasks.release.report.content import ReportContent
 from mergegate.tasks.release.report.page import add_stages, marked_answers, render
 from mergegate.tasks.release.report.plots import guards_plot
 from mergegate.tasks.release.report.stage import write_report
-from mergegate.tasks.release.report.tables import as_markdown, final_table, task_rows
+from mergegate.tasks.release.report.table_rows import as_markdown, final_table, task_rows
 from mergegate.tasks.release.report.wording import MINUS, TIMES
 
 SAMPLES = {

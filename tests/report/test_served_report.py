@@ -23,7 +23,7 @@ from mergegate.tasks.quality.serve.verdict import ServingCost
 from mergegate.tasks.release.report.content import ReportContent, ReportedServing
 from mergegate.tasks.release.report.plots import variants_plot
 from mergegate.tasks.release.report.stage import write_report
-from mergegate.tasks.release.report.tables import as_markdown, costs, variant_rows, variant_sentences
+from mergegate.tasks.release.report.table_rows import as_markdown, costs, variant_rows, variant_sentences
 from mergegate.tasks.release.report.wording import MINUS, NONE, TIMES, recommended_action
 
 LOST = "reversing lost 3.8 points against merge, and not by chance (at least 1.6); max_drop is 3"

@@ -13,9 +13,9 @@ from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.models.checkpoints import Model, pin_checkpoints, resolve_parents
 from mergegate.tasks.quality.evaluation import DocumentScore, EvalTask, Scoring, pin_task
+from mergegate.tasks.quality.evaluation.document_order import DocumentRange, order_documents
 from mergegate.tasks.quality.evaluation.scoring.harness import ScoringJob, score_documents
 from mergegate.tasks.quality.evaluation.scoring.loading import inspect_data
-from mergegate.tasks.quality.evaluation.values import DocumentRange, order_documents
 from mergegate.tasks.quality.perplexity import PerplexitySettings, pin_documents
 from mergegate.tasks.sweep.objective import TEXT, MetricKey
 from mergegate.tasks.sweep.trial import TrialSet, TrialSetting

@@ -26,7 +26,7 @@ from mergegate.merge_core.methods.kernels.tiles import (
     read_deltas,
     widen,
 )
-from mergegate.merge_core.methods.sparsify import MULTIPLIER, ROUNDS, WEYL
+from mergegate.merge_core.methods.masks import MULTIPLIER, ROUNDS, WEYL
 
 _WORD = np.uint64(0xFFFFFFFF)
 

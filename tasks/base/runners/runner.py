@@ -42,7 +42,7 @@ class RunnerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["local", "dask", "ray"] = "local"
+    kind: Literal["local", "dask", "ray"] = Field(default="local", description="This machine, or a cluster.")
     workers: int | None = Field(
         default=None,
         ge=1,

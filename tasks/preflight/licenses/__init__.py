@@ -1,6 +1,5 @@
 """Licenses: the permissions and obligations of each parent, and their consequences for the merged weights."""
 
-from mergegate.tasks.preflight.licenses.algebra import Combination, Obligation
 from mergegate.tasks.preflight.licenses.check import (
     LicenseVerdict,
     check_licenses,
@@ -8,6 +7,7 @@ from mergegate.tasks.preflight.licenses.check import (
     license_table,
     read_licenses,
 )
+from mergegate.tasks.preflight.licenses.combination import Combination, Obligation
 from mergegate.tasks.preflight.licenses.resolve import (
     LICENSE_FILE,
     AncestorLookup,

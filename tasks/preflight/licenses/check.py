@@ -13,7 +13,7 @@ from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.base.stage import StageValue, value_stage
 from mergegate.tasks.base.store import NotInKey
 from mergegate.tasks.models.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory, read_card
-from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
+from mergegate.tasks.preflight.licenses.combination import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.resolve import (
     AncestorLookup,
     CardSource,

@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     )
     from mergegate.tasks.quality.evaluation.definitions.task import EvalTask, pin_built_in, pin_task
     from mergegate.tasks.quality.evaluation.definitions.tree import is_file_name, task_tree
+    from mergegate.tasks.quality.evaluation.document_order import (
+        DocumentSet,
+        DocumentSplits,
+        SampleUse,
+        SetName,
+        TaskData,
+        interim_looks,
+        sample_ranges,
+        split_documents,
+    )
     from mergegate.tasks.quality.evaluation.results import (
         TaskResults,
         find_results,
@@ -97,16 +107,6 @@ if TYPE_CHECKING:
         measured_seconds,
         pin_data,
     )
-    from mergegate.tasks.quality.evaluation.values import (
-        DocumentSet,
-        DocumentSplits,
-        SampleUse,
-        SetName,
-        TaskData,
-        interim_looks,
-        sample_ranges,
-        split_documents,
-    )
 else:
     _HOMES = {  # public names by the module that defines them
         "backends": "Backend find_backend",
@@ -137,7 +137,9 @@ else:
             "count_missing_documents count_task data_revisions document_seconds estimate_document_cost "
             "evaluate_documents find_pinned_data known_scores lengthen_answers measured_seconds pin_data"
         ),
-        "values": "DocumentSet DocumentSplits SampleUse SetName TaskData interim_looks sample_ranges split_documents",
+        "document_order": (
+            "DocumentSet DocumentSplits SampleUse SetName TaskData interim_looks sample_ranges split_documents"
+        ),
     }
 
     def __getattr__(name: str) -> Any:

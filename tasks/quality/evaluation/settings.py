@@ -32,7 +32,7 @@ from mergegate.tasks.base.store import NotInKey
 from mergegate.tasks.quality.evaluation.backends import find_backend
 from mergegate.tasks.quality.evaluation.backends.server import ServerSettings
 from mergegate.tasks.quality.evaluation.backends.vllm import VllmSettings
-from mergegate.tasks.quality.evaluation.values import CHUNK_SIZE
+from mergegate.tasks.quality.evaluation.document_order import CHUNK_SIZE
 
 _BACKEND_SETTINGS = ("vllm", "server")  # fields that belong to one backend each
 
@@ -87,7 +87,7 @@ class Scoring(BaseModel):
         description="Data type of the weights. auto: that of the checkpoint, or float32 on a processor that does not "
         "support it. Default: auto.",
     )
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=16, ge=1, description="Sequences per batch.")
     max_length: int | None = Field(
         default=None,
         ge=1,
@@ -96,7 +96,7 @@ class Scoring(BaseModel):
     num_fewshot: int | None = Field(
         default=None, ge=0, description="Number of few-shot examples. Default: the number in the task."
     )
-    chat_template: bool = False
+    chat_template: bool = Field(default=False, description="Whether prompts are chats in the template of the model.")
     enable_thinking: StrictBool | None = Field(
         default=None,
         description="Value of enable_thinking in the chat template. true also requires think_end_token. Default: not "

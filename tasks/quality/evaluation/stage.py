@@ -31,6 +31,15 @@ from mergegate.tasks.base.store import Artifact
 from mergegate.tasks.models.checkpoints import Model, files_fingerprint
 from mergegate.tasks.quality.evaluation.backends import DEFAULT_BUDGET, find_backend
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.document_order import (
+    DataSource,
+    DocumentRange,
+    Piece,
+    cover_documents,
+    document_ranges,
+    document_sort_key,
+    sample_ranges,
+)
 from mergegate.tasks.quality.evaluation.scoring import harness, loading
 from mergegate.tasks.quality.evaluation.scoring.document_scores import (
     SCORES_FILE,
@@ -44,15 +53,6 @@ from mergegate.tasks.quality.evaluation.scoring.loading import CountLimit, TaskS
 from mergegate.tasks.quality.evaluation.scoring.metrics import documents_of
 from mergegate.tasks.quality.evaluation.scoring.scores import Scores, join_parts, prompt_cuts, summarize
 from mergegate.tasks.quality.evaluation.settings import Scoring
-from mergegate.tasks.quality.evaluation.values import (
-    DataSource,
-    DocumentRange,
-    Piece,
-    cover_documents,
-    document_ranges,
-    document_sort_key,
-    sample_ranges,
-)
 
 # Modules of the packages that prepare pictures, by distribution.
 _PICTURE_LIBRARIES = {"pillow": "PIL", "torchvision": "torchvision"}

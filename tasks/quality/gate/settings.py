@@ -121,7 +121,7 @@ class Guard(PromptSettings):
     metric: str | dict[str, str] | None = Field(
         default=None,
         description="lm-eval's label, such as 'acc,none'. For a group also a mapping from its tasks, or patterns of "
-        "tasks, to labels. Default: the metric of each task (see default_metric).",
+        "tasks, to labels. Default: the metric of each task.",
     )
     cluster_by: str | None = Field(
         default=None,

@@ -32,8 +32,10 @@ class Generation(BaseModel):
         description="Apply the chat template of each model. If false, models continue the prompt as plain text. "
         "Default: true.",
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    batch_size: int = Field(default=8, ge=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="Format of the weights, as in evaluate.dtype."
+    )
+    batch_size: int = Field(default=8, ge=1, description="Sequences per batch.")
 
 
 class JudgmentSettings(BaseModel):

@@ -62,8 +62,8 @@ class PerplexitySettings(BaseModel):
     )
     max_broken_documents: Percentage = Field(
         default=0.01,
-        description="Largest share of documents that may break, which means that each of their tokens loses more than "
-        "0.5 nats. Default: 1%.",
+        description="Largest share of broken documents. A document is broken if it loses more than 0.5 nats per token "
+        "on average, and at least 8 nats in total. Default: 1%.",
     )
     stratum: str | None = Field(
         default=None,
@@ -80,8 +80,10 @@ class PerplexitySettings(BaseModel):
     max_documents: int | None = Field(
         default=1000, ge=1, description="Number of distinct documents, from the first. null: all. Default: 1000."
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    batch_size: int = Field(default=16, ge=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="Format of the weights, as in evaluate.dtype."
+    )
+    batch_size: int = Field(default=16, ge=1, description="Sequences per batch.")
     ensemble: bool = Field(
         default=False,
         description="Also measure the ensemble of the parents, which averages their probabilities. Default: false.",

@@ -66,7 +66,7 @@ from mergegate.tasks.release.report.sweep_page import (
     sweep_table,
     sweep_title,
 )
-from mergegate.tasks.release.report.tables import (
+from mergegate.tasks.release.report.table_rows import (
     DECISION_COLUMNS,
     VARIANT_COLUMNS,
     Row,

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.errors import Finding, escape_invisible
 from mergegate.merge_core.wording import format_bytes, format_duration
 from mergegate.tasks.base.stage import StageEnd, joint_status
-from mergegate.tasks.release.report import explanation_text, plots, tables, wording
+from mergegate.tasks.release.report import explanation_text, plots, table_rows, wording
 from mergegate.tasks.release.report.content import ReportContent
 from mergegate.tasks.release.report.history import outcome_of_status, status_word
 
@@ -102,7 +102,7 @@ def environment() -> Environment:
 
 def render(content: ReportContent) -> str:
     """Return ``report.html`` as text, without scripts or external resources. Equal content gives equal text."""
-    per_byte = tables.compares_per_byte(content.models, content.verdict.drift)
+    per_byte = table_rows.compares_per_byte(content.models, content.verdict.drift)
     likelihoods = [(model.name, model.likelihoods, model.role == "merge") for model in content.models]
     if content.ensemble is not None:
         likelihoods.insert(-1, ("ensemble of the parents", content.ensemble, False))
@@ -113,13 +113,15 @@ def render(content: ReportContent) -> str:
         verdict=content.verdict,
         page_outcome=content.verdict.outcome,
         plots=plots,
-        tables=tables,
+        table_rows=table_rows,
         explaining=explanation_text,
-        models=tables.evaluated_models(content),
-        rows=tables.task_rows(content),
+        models=table_rows.evaluated_models(content),
+        rows=table_rows.task_rows(content),
         marked_answers=marked_answers,
         per_byte=per_byte,
-        measured=[(name, tables.likelihood(value, per_byte), merged) for name, value, merged in likelihoods if value],
+        measured=[
+            (name, table_rows.likelihood(value, per_byte), is_merge) for name, value, is_merge in likelihoods if value
+        ],
     )
 
 

@@ -29,7 +29,7 @@ from mergegate.tasks.release.report.sweep import (
     value_text,
 )
 from mergegate.tasks.release.report.sweep_plots import MAX_SLICES, front_plot, history_plot, parallel_plot, slices_plot
-from mergegate.tasks.release.report.tables import Row, ScoreTable
+from mergegate.tasks.release.report.table_rows import Row, ScoreTable
 from mergegate.tasks.release.report.wording import MINUS, NONE, interval, number, plain
 from mergegate.tasks.sweep import INGREDIENT, SOUP, Coordinate, SearchProgress, cumulative_shares
 

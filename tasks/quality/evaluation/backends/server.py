@@ -31,8 +31,8 @@ class ModelEndpoint(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str  # 'http://host:8000/v1'
-    model: str  # name of the model on the server
+    url: str = Field(description="Address, such as http://host:8000/v1.")
+    model: str = Field(description="Name of the model on the server.")
 
 
 class ServerSettings(BaseModel):

@@ -24,7 +24,7 @@ from mergegate.merge_core.architecture import TaskForm
 
 if TYPE_CHECKING:
     from mergegate.tasks.models.checkpoints import LoadedModel, TellProgress
-    from mergegate.tasks.quality.evaluation.values import DataSource
+    from mergegate.tasks.quality.evaluation.document_order import DataSource
 
 TaskDocument = Mapping[str, Any]
 """One document of a task as plain data: a query with its texts, or a recording with its transcript."""

@@ -21,7 +21,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.quality.evaluation.built_in.contract import TaskDocument
 from mergegate.tasks.quality.evaluation.built_in.ranking import RankedQuery
 from mergegate.tasks.quality.evaluation.built_in.retrieval import RankingTask, require_package
-from mergegate.tasks.quality.evaluation.values import DataSource
+from mergegate.tasks.quality.evaluation.document_order import DataSource
 
 if TYPE_CHECKING:
     from mergegate.tasks.models.checkpoints import LoadedModel

@@ -20,8 +20,8 @@ from mergegate.tasks.base.sandbox import ProgramLimits
 from mergegate.tasks.base.store import NotInKey, digest
 from mergegate.tasks.quality.evaluation.built_in import AnyBuiltInTask, BuiltInTask
 from mergegate.tasks.quality.evaluation.definitions.tree import TaskTree, task_tree
+from mergegate.tasks.quality.evaluation.document_order import DataSource, DocumentSet, TaskData
 from mergegate.tasks.quality.evaluation.settings import PromptSettings, Scoring
-from mergegate.tasks.quality.evaluation.values import DataSource, DocumentSet, TaskData
 
 
 class EvalTask(BaseModel):

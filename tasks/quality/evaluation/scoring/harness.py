@@ -30,6 +30,7 @@ from mergegate.tasks.quality.evaluation.backends.pictures import as_picture_prom
 from mergegate.tasks.quality.evaluation.built_in import BuiltInScore
 from mergegate.tasks.quality.evaluation.definitions.code import report_programs
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.document_order import DocumentRange, documents_of_range
 from mergegate.tasks.quality.evaluation.scoring.answer_journal import attach_journal
 from mergegate.tasks.quality.evaluation.scoring.document_scores import DocumentScore, answer_of
 from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import (
@@ -54,7 +55,6 @@ from mergegate.tasks.quality.evaluation.scoring.metrics import (
     probabilities,
 )
 from mergegate.tasks.quality.evaluation.settings import Scoring, resolve_prompt_settings
-from mergegate.tasks.quality.evaluation.values import DocumentRange, documents_of_range
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from mergegate.tasks.quality.evaluation.backends.pictures import (
     pictures_of,
 )
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
+from mergegate.tasks.quality.evaluation.document_order import DataSource, DocumentSet
 from mergegate.tasks.quality.evaluation.settings import ResolvedPromptSettings, Scoring, fewshot_count
-from mergegate.tasks.quality.evaluation.values import DataSource, DocumentSet
 
 # lm-eval's names for the largest number of tokens of an answer; if several are set, it uses the first.
 BUDGET_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

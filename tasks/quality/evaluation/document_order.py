@@ -1,4 +1,4 @@
-"""Define what all rooms of this package share: the data of a task, and which of its documents are evaluated.
+"""Define the order of a task's documents, which of them are evaluated, and the data that they come from.
 
 The documents of a task have a fixed random order. They are scored in parts, and each interim look uses a longer
 stretch of the order from the start of the sample. The order is a hash of seed, task and document, so the first 100

@@ -1,4 +1,4 @@
-"""License algebra: derive a verdict with reasons, a license and obligations from the parents and an intended use.
+"""Combine licenses: derive a verdict with reasons, a license and obligations from the parents and an intended use.
 
     combine_licenses([table.lookup("llama3.1"), table.lookup("apache-2.0")], use, table).status     # "allowed"
 
