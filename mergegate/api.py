@@ -49,7 +49,7 @@ from mergegate.flows.operations.run import (
 )
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.prefect_api import configure
-from mergegate.flows.profile import Profile, RemedyChoice
+from mergegate.flows.profile import Profile, RemedyChoice, override_profile
 from mergegate.flows.profile import load_profile as read_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_path
@@ -482,8 +482,7 @@ def _path(profile: FilePath | Profile) -> Path | Profile:
 
 def _profile(profile: FilePath | Profile, overrides: Overrides, *, needs_recipe: bool = True) -> Path | Profile:
     """Return a path or a profile that includes the overrides."""
-    texts = _override_texts(overrides)
-    return read_profile(_path(profile), texts, needs_recipe=needs_recipe) if texts else _path(profile)
+    return override_profile(_path(profile), _override_texts(overrides), needs_recipe=needs_recipe)
 
 
 def _override_texts(overrides: Overrides) -> tuple[str, ...]:

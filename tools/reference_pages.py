@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 import mergegate
-from mergegate.flows.cli.app import app
+from mergegate.flows.cli.app import app, plain_default
 from mergegate.flows.cli.catalog import schema_text
 from mergegate.flows.profile import profile_schema
 from mergegate.merge_core.methods import BUILT_IN, REQUIRED, Parameter
@@ -314,8 +314,8 @@ def _command(name: str, command: Any) -> Iterator[str]:
     """Yield the section of one command: synopsis, description, parameters and examples."""
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
-    synopsis = [argument.metavar if argument.required else f"[{argument.metavar}]" for argument in arguments]
-    yield from (f"### {name}", "", "```text", " ".join([name, *synopsis, "[OPTIONS]"]), "```", "")
+    context = typer.Context(command)
+    yield from (f"### {name}", "", "```text", " ".join([name, *command.collect_usage_pieces(context)]), "```", "")
     yield from (*_prose(inspect.cleandoc(command.help or "")), "")
     for parameter in [*arguments, *options]:
         spelled = ", ".join(parameter.opts) if parameter in options else parameter.metavar
@@ -323,7 +323,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
             spelled += f" {parameter.metavar}"
         if parameter in options and parameter.secondary_opts:
             spelled += f" / {', '.join(parameter.secondary_opts)}"
-        words = _text(parameter.help or "")
+        words = _text(" ".join(plain_default(parameter.get_help_record(context)[1]).split()))
         if _COMMON_OPTIONS.get(spelled) != words:
             yield f"* `{spelled}`: {words}"
     yield ""

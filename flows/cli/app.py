@@ -35,8 +35,8 @@ Release
     mergegate check profiles/demo/recipes/ties.yaml -v
   init (init.py): Write a recipe and a profile for your models.
     mergegate init models/base models/math models/code
-    mergegate init acme/base acme/math --task "gsm8k:best parent" --out release
-    mergegate init runs/pretrain --out profiles
+    mergegate init acme/base acme/math --task "gsm8k:best parent" -o release
+    mergegate init runs/pretrain -o profiles
   demo (run.py): Release a merge of the demo models in a new directory.
     mergegate demo mergegate-demo
 Merge
@@ -51,7 +51,7 @@ Merge
   families (catalog.py): Show which merges of a family of models work.
     mergegate families qwen3
   extract-lora (merge.py): Extract a LoRA adapter from a fine-tune and its base.
-    mergegate extract-lora models/math models/base --rank 32 --out math-adapter
+    mergegate extract-lora models/math models/base --rank 32 -o math-adapter
   transplant-tokenizer (merge.py): Give a model the tokenizer of another model.
     mergegate transplant-tokenizer models/math models/donor out/math
 Evaluate
@@ -143,6 +143,15 @@ Watch
 """
 _DEFAULT_COMMANDS = {"shadow": "serve"}  # command to run if the first word is not the name of a command
 _OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+# The meanings of ``merge_core.errors.EXIT_CODES``.
+_EXIT_CODES = [
+    ("0", "The command did what you wanted, or there was nothing to do."),
+    ("1", "An unexpected error."),
+    ("2", "Your input is wrong or missing."),
+    ("3", "A check, the gate or this machine refuses valid input."),
+    ("130", "You pressed Ctrl-C. Run the command again, and it resumes."),
+]
+_DOCUMENTATION = "docs/index.md in the repository, and mergegate COMMAND --help."
 _METAVARS = {"Path": "PATH", "int": "NUMBER", "float": "NUMBER", "str": "TEXT"}  # by type of an option
 
 
@@ -172,7 +181,8 @@ def _entries() -> dict[str, Entry]:
 class Command(typer.core.TyperCommand):
     """A command whose help ends with examples.
 
-    ``epilog`` has one example per line. ``rich_help_panel`` is the group of the command in ``mergegate --help``.
+    ``epilog`` has one example per line. ``rich_help_panel`` is the group of the command in ``mergegate --help``, and
+    that of an option is the section of the command's help.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -182,11 +192,35 @@ class Command(typer.core.TyperCommand):
         command_line.set(shlex.join(["mergegate", *words]))
         return super().parse_args(ctx, args)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words after the name: an argument in brackets may be left out, and ... may be repeated."""
+        arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
+        pieces = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+        ends = ["" if each.nargs == 1 else "..." for each in arguments]
+        return [*map("".join, zip(pieces, ends, strict=True)), "[OPTIONS]"]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
+        for parameter in self.get_params(ctx):
+            name, text = parameter.get_help_record(ctx)
+            is_argument = parameter.param_type_name == "argument"
+            section = "Arguments" if is_argument else parameter.rich_help_panel or "Options"
+            sections[section].append((parameter.metavar if is_argument else name, plain_default(text)))
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         examples = (self.epilog or "").splitlines()
         with formatter.section("Example" if len(examples) == 1 else "Examples"):
             for example in examples:
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+
+def plain_default(text: str) -> str:
+    """Remove the parentheses that typer writes around a default in words."""
+    return re.sub(r"\[default: \((.*)\)(?=[];])", r"[default: \1", text)
 
 
 class LazyCommands(Mapping[str, Any]):
@@ -221,7 +255,8 @@ class LazyCommands(Mapping[str, Any]):
             if parameter.metavar is None:
                 kinds = (word for kind, word in _METAVARS.items() if kind in str(hints[parameter.name].__origin__))
                 is_argument = parameter.param_type_name == "argument"
-                parameter.metavar = parameter.name.upper() if is_argument else next(kinds, None)
+                choices = "|".join(parameter.type_descriptor.choices or ())
+                parameter.metavar = choices or (parameter.name.upper() if is_argument else next(kinds, None))
         return command
 
     def summaries(self) -> dict[str, list[tuple[str, str]]]:
@@ -261,6 +296,15 @@ class CommandGroup(typer.core.TyperGroup):
         for panel, rows in self.commands.summaries().items():
             with formatter.section(panel):
                 formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if ctx.parent is None:
+            with formatter.section("Start with"):
+                formatter.write_text("mergegate demo")
+            with formatter.section("Exit codes"):
+                formatter.write_dl(_EXIT_CODES)
+            with formatter.section("Documentation"):
+                formatter.write_text(_DOCUMENTATION)
 
 
 app = typer.Typer(

@@ -82,7 +82,7 @@ _LOADING = {"float32": "kept in float32", "ignored": "not loaded", "tied": "shar
 
 def families_command(
     name: Annotated[
-        str, typer.Argument(help="Family (model_type), class, or a part of either. Default: all.", show_default=False)
+        str, typer.Argument(help="Family (model_type), class, or a part of either.", show_default="all")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -128,7 +128,9 @@ def families_command(
                     console.print(Text(f"  {key:<{_WIDTH}} {cell}"))
 
 
-def schema_command(kind: Annotated[str, typer.Argument(help="Kind of file: profile or recipe.")] = "profile") -> None:
+def schema_command(
+    kind: Annotated[str, typer.Argument(help="Kind of file: profile or recipe.")] = "profile",
+) -> None:
     """Print the JSON Schema of a profile or a recipe.
 
     Editors use it to complete and check these files.

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.command import JsonOption, command_context
+from mergegate.flows.cli.command import JsonOption, SetOption, command_context
 from mergegate.flows.operations.check import check_file, plan_run
 from mergegate.flows.operations.console import print_answer, print_findings
 from mergegate.flows.operations.plan import PlanOptions, forecast_of, named_prices, print_forecast
 from mergegate.flows.preflight import Problems, TaskExample, preflight_profile
-from mergegate.flows.profile import Profile
+from mergegate.flows.profile import Profile, override_profile
 from mergegate.merge_core.errors import to_printable
 from mergegate.merge_core.wording import format_duration, format_roughly
 from mergegate.tasks.preflight import plan_cached
@@ -27,6 +27,7 @@ _LONGEST = 2000  # characters of a prompt to show
 
 def check_command(
     file: Annotated[Path, typer.Argument(help="Profile or recipe.")],
+    overrides: SetOption = None,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -40,7 +41,7 @@ def check_command(
     The findings are listed with their remedies, the most severe first.
     """
     with command_context(as_json, with_state=True) as console:
-        report = check_file(file, console)
+        report = check_file(override_profile(file, overrides), console)
         if as_json:
             status = "sound" if report.passed else report.status
             blocking = sum(finding.severity == "block" for finding in report.remarks)

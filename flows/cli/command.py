@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mergegate.flows.operations import command_line, convert_os_error
-from mergegate.merge_core.errors import EXIT_CODES, DiskUnavailable, Finding, MergegateError, Status, findings_of
+from mergegate.merge_core.errors import (
+    EXIT_CODES,
+    DiskUnavailable,
+    Finding,
+    InvalidInput,
+    MergegateError,
+    Status,
+    findings_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,10 +46,33 @@ ApproveOption = Annotated[
         "--approve", help="Approve publication or promotion without a prompt, if the profile requires approval."
     ),
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting of the profile, for example evaluate.documents=200. Repeatable.",
+    ),
+]
+PriceOption = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=USD", help="Hourly price of an instance. Repeatable.")
+]
+DeviceOption = Annotated[
+    str, typer.Option(metavar="auto|cpu|cuda[:N]", help="Device of the merge. Without a number, cuda is all GPUs.")
+]
+SameOutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="The same as OUT.", show_default=False)]
 GuardsOption = Annotated[Path, typer.Option("--profile", "-p", help="Profile with the evidence and the guards.")]
 ReleaseArgument = Annotated[
     str, typer.Argument(help="Release: a directory, or org/name[@version] on the Hub.", metavar="RELEASE")
 ]
+
+
+def only_output(out: Path | None, output: Path | None) -> Path:
+    """Return the output path, which is an argument or an option. Raise InvalidInput unless there is exactly one."""
+    if (path := out or output) is None or (out and output):
+        found = "no directory for the result" if path is None else "two directories for the result"
+        raise InvalidInput("--output", found=found, expected="one directory, as OUT or as --output OUT")
+    return path
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.command import GuardsOption, JsonOption, command_context
+from mergegate.flows.cli.command import GuardsOption, JsonOption, SetOption, command_context
 from mergegate.flows.operations.console import print_answer
 from mergegate.flows.operations.gate import judge_results, load_guards
 from mergegate.flows.operations.summary import print_outcome
-from mergegate.flows.profile import load_profile
+from mergegate.flows.profile import load_profile, override_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.base.stage import device_kind, home, store
 from mergegate.tasks.base.store import digest
@@ -49,6 +49,7 @@ def gate_command(
         ),
     ],
     profile: GuardsOption,
+    overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge results of lm-eval or inspect_ai by guards.
@@ -57,7 +58,7 @@ def gate_command(
     .eval or .json logs of inspect_ai. mergegate does not run any model.
     """
     with command_context(as_json, with_state=True) as console:
-        loaded, location = load_guards(profile)
+        loaded, location = load_guards(override_profile(profile, overrides, needs_recipe=False))
         outcome = judge_results(_directories_by_model(results), loaded, location, console)
         print_outcome(console, outcome, as_json)
         raise typer.Exit(outcome.exit_code)
@@ -84,12 +85,18 @@ _MARKS = {"pass": ("✓", "green"), "fail": ("✗", "bold red"), "not offered": 
 def smoke_command(
     target: Annotated[str, typer.Argument(help="Checkpoint, or URL of a running server.")],
     profile: Annotated[
-        Path | None, typer.Option(help="Profile whose section 'serve' applies. Default: no settings.")
+        Path | None,
+        typer.Option("--profile", "-p", help="Profile whose section 'serve' applies.", show_default="no settings"),
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="For a URL: checkpoint that the server should serve.")] = None,
-    model: Annotated[str | None, typer.Option(help="For a URL: name of the model on the server.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="For a URL: the model on the server.")] = None,
     api_key_env: Annotated[
-        str | None, typer.Option(help="For a URL: environment variable with the server's API key.")
+        str | None,
+        typer.Option(
+            metavar="VARIABLE",
+            help="For a URL: environment variable with the server's API key.",
+            rich_help_panel="Advanced",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -110,7 +110,7 @@ def explain_command(
 
 
 def history_command(
-    profile: Annotated[str | None, typer.Argument(help="Name of a profile. Default: all profiles.")] = None,
+    profile: Annotated[str | None, typer.Argument(help="Name of a profile.", show_default="all profiles")] = None,
     last: Annotated[int, typer.Option("--last", min=1, help="Maximum number of runs.")] = 30,
     as_json: JsonOption = False,
 ) -> None:

@@ -3,7 +3,7 @@
 ::
 
     mergegate init models/base models/math models/code                 # prompts for missing facts
-    mergegate init acme/base acme/math acme/code --yes --out nightly   # no prompts
+    mergegate init acme/base acme/math acme/code --yes -o nightly   # no prompts
 
 mergegate derives the method and its values from headers and tokenizers, the tasks from the claims of the model cards,
 and the license section from the declared licenses. It checks the headers before it writes any file, and never
@@ -72,11 +72,15 @@ def init_command(
     ],
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL...", help="Directories, org/name@rev, or adapters.", show_default=False),
+        typer.Argument(metavar="MODEL", help="Directories, org/name@rev, or adapters.", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory for the recipe and the profile.")] = Path(),
-    name: Annotated[str, typer.Option(help="Name of the release.", show_default="the models' names")] = "",
-    method: Annotated[str, typer.Option(help="Merge method.", show_default="chosen by the headers")] = "",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the recipe and the profile.")] = Path(),
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Name of the release.", show_default="the models' names")
+    ] = "",
+    method: Annotated[
+        str, typer.Option(metavar="NAME", help="Merge method.", show_default="chosen by the headers")
+    ] = "",
     data: Annotated[
         Path | None,
         typer.Option(
@@ -107,7 +111,7 @@ def init_command(
     """
     with command_context(as_json, with_state=True) as console:
         prompts = not (as_json or yes) and sys.stdin.isatty() and sys.stdout.isatty()
-        request = InitRequest(base, tuple(models or ()), out, name, method, data, tuple(task or ()), accept, prompts)
+        request = InitRequest(base, tuple(models or ()), output, name, method, data, tuple(task or ()), accept, prompts)
         raise typer.Exit(init_project(request, console, as_json))
 
 
@@ -448,7 +452,7 @@ def require_new(files: Iterable[Path]) -> None:
     """Raise InvalidInput, which names the first existing file, unless none of ``files`` exists."""
     if existing := next((file for file in files if os.path.lexists(file)), None):
         raise InvalidInput(
-            str(existing), found="it exists", expected="a new file", remedy="choose another --name or --out"
+            str(existing), found="it exists", expected="a new file", remedy="choose another --name or --output"
         )
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mergegate.flows.cli.command import JsonOption, command_context
+from mergegate.flows.cli.command import (
+    DeviceOption,
+    JsonOption,
+    PriceOption,
+    SameOutputOption,
+    SetOption,
+    command_context,
+    only_output,
+)
 from mergegate.flows.operations.console import print_answer, print_created, short_path
-from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import new_directory
 from mergegate.merge_core.parsing import require_printable
 from mergegate.merge_core.wording import format_bytes, format_count
@@ -29,11 +37,20 @@ _MAX_SHOWN = 5  # modules with the largest errors, or related models
 
 def merge_command(
     recipe: Annotated[Path, typer.Argument(help="Recipe (YAML, mergekit's dialect).")],
-    out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint: new, or with this same merge.")],
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="Directory for the merged checkpoint: new, or with this same merge.", show_default=False),
+    ] = None,
+    output: SameOutputOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random masks (DARE, DELLA).")] = 0,
-    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda (all of them) or cuda:N.")] = "auto",
+    device: DeviceOption = "auto",
     share: Annotated[
-        bool, typer.Option("--share", help="Divide the work among all processes that were started in the same way.")
+        bool,
+        typer.Option(
+            "--share",
+            help="Divide the work among all processes that were started in the same way.",
+            rich_help_panel="Advanced",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,21 +61,25 @@ def merge_command(
     with command_context(as_json) as console:
         from mergegate.flows.operations.merge import MergeOptions, merge_recipe
 
-        record = merge_recipe(recipe, MergeOptions(out, seed, device, share), console)
+        record = merge_recipe(recipe, MergeOptions(only_output(out, output), seed, device, share), console)
         if as_json:
             print_created(record)
 
 
 def plan_command(
     recipe: Annotated[Path, typer.Argument(help="Recipe (YAML, mergekit's dialect), or a profile.")],
-    out: Annotated[Path, typer.Option(help="Directory for the result.")] = Path(),
-    device: Annotated[str, typer.Option(help="Device of the merge: auto, cpu, cuda or cuda:N.")] = "auto",
-    price: Annotated[
-        list[str] | None, typer.Option(help="Hourly price of an instance, as NAME=DOLLARS_PER_HOUR. Repeatable.")
-    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the result.")] = Path(),
+    overrides: SetOption = None,
+    device: DeviceOption = "auto",
+    price: PriceOption = None,
     probe: Annotated[
         bool | None,
-        typer.Option("--probe/--no-probe", help="Measure this machine now, or never.", show_default="once an hour"),
+        typer.Option(
+            "--probe/--no-probe",
+            help="Measure this machine now, or never.",
+            show_default="once an hour",
+            rich_help_panel="Advanced",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,10 +89,11 @@ def plan_command(
     """
     with command_context(as_json) as console:
         from mergegate.flows.operations.plan import PlanOptions, named_prices, plan_file, print_plan
+        from mergegate.flows.profile import override_profile
 
-        options = PlanOptions(out, device, named_prices(price or ()), probe)
+        options = PlanOptions(output, device, named_prices(price or ()), probe)
         with console.status("reading headers"):
-            forecast = plan_file(recipe, options)
+            forecast = plan_file(override_profile(recipe, overrides), options)
         if as_json:
             facts = {
                 **{key: value for key, value in asdict(forecast).items() if key != "routers" or value is not None},
@@ -92,15 +114,26 @@ def extract_lora_command(
     ],
     base: Annotated[str, typer.Argument(help="Model that it was fine-tuned from.")],
     rank: Annotated[int, typer.Option(help="Largest rank of a factor.")],
-    out: Annotated[Path, typer.Option(help="Directory for the adapter. It must not exist.")] = Path("adapter"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Directory for the adapter. It must not exist.")
+    ] = Path("adapter"),
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Format of the factors.")
+    ] = "float32",
     epsilon: Annotated[
-        float, typer.Option(help="Leave out directions whose singular value is at most this large.")
+        float,
+        typer.Option(
+            help="Leave out directions whose singular value is at most this large.", rich_help_panel="Advanced"
+        ),
     ] = 0.0,
     save_module: Annotated[
         list[str] | None,
-        typer.Option(help="Save modules whose name ends like this (for example lm_head) in full. Repeatable."),
+        typer.Option(
+            metavar="NAME",
+            help="Save modules whose name ends like this (for example lm_head) in full. Repeatable.",
+            rich_help_panel="Advanced",
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Format of the factors: float32, bfloat16 or float16.")] = "float32",
     as_json: JsonOption = False,
 ) -> None:
     """Extract a LoRA adapter from a fine-tune and its base.
@@ -111,7 +144,7 @@ def extract_lora_command(
         from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 
         settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
-        with new_directory(out) as directory:
+        with new_directory(output) as directory:
             checkpoints = [find_checkpoint(name) for name in (fine_tune, base)]
             if snapshots := [snapshot for parent in checkpoints for snapshot in parent.snapshots]:
                 with console.status("fetching weights"):
@@ -134,16 +167,16 @@ def extract_lora_command(
         if len(worst) > _MAX_SHOWN:
             rest = format_count(len(worst) - _MAX_SHOWN, "module")
             console.print(f"  and {rest} with smaller errors")
-        size = sum(file.stat().st_size for file in out.iterdir())
+        size = sum(file.stat().st_size for file in output.iterdir())
         full = len(extracted.adapter.full_tensors)
         console.print(
-            f"{out}: {format_bytes(size)}, {format_count(len(extracted.errors), 'module')} with factors, "
+            f"{output}: {format_bytes(size)}, {format_count(len(extracted.errors), 'module')} with factors, "
             f"{full} saved in full, {format_count(extracted.unchanged, 'tensor')} unchanged"
         )
         console.print(f"  the adapter misses {100 * extracted.error:.1f} % of the change")
         if as_json:
             modules = {item.module: {"rank": item.rank, "error": item.error} for item in extracted.errors}
-            facts = {"out": str(out), "error": extracted.error, "unchanged": extracted.unchanged}
+            facts = {"out": str(output), "error": extracted.error, "unchanged": extracted.unchanged}
             print_created({**facts, "saved_whole": sorted(extracted.adapter.full_tensors), "modules": modules})
 
 
@@ -152,10 +185,23 @@ def transplant_tokenizer_command(
     donor: Annotated[
         str, typer.Argument(help="Model with the tokenizer. Its embeddings define the meaning of new tokens.")
     ],
-    out: Annotated[Path, typer.Argument(help="Directory for the new checkpoint. It must not exist.")],
-    method: Annotated[str, typer.Option(help="Method that computes the rows of new tokens: omp or mean.")] = "omp",
-    k: Annotated[int, typer.Option("-k", help="Maximum number of shared tokens that omp combines into one row.")] = 64,
-    device: Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:N.")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Argument(help="Directory for the new checkpoint. It must not exist.", show_default=False)
+    ] = None,
+    output: SameOutputOption = None,
+    method: Annotated[
+        Literal["omp", "mean"], typer.Option(help="Method that computes the rows of new tokens.")
+    ] = "omp",
+    device: Annotated[str, typer.Option(metavar="cpu|cuda[:N]", help="Device that computes the rows.")] = "cpu",
+    k: Annotated[
+        int,
+        typer.Option(
+            "-k",
+            min=1,
+            help="Maximum number of shared tokens that omp combines into one row.",
+            rich_help_panel="Advanced",
+        ),
+    ] = 64,
     as_json: JsonOption = False,
 ) -> None:
     """Give a model the tokenizer of another model.
@@ -163,17 +209,10 @@ def transplant_tokenizer_command(
     Shared tokens keep their rows. The rows of other tokens are combinations of shared ones.
     """
     with command_context(as_json) as console:
-        from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
         from mergegate.merge_core.engine import TransplantSettings, transplant_tokenizer
 
-        if method not in METHODS:
-            raise InvalidInput(
-                "--method", found=f"{method!r:.40}", expected=" or ".join(METHODS), remedy=suggest(method[:40], METHODS)
-            )
-        if k < 1:
-            raise InvalidInput("-k", found=f"{k}", expected="a number from 1")
-        method_name: TransplantMethod = "omp" if method == "omp" else "mean"
-        with new_directory(out) as directory:
+        result_path = only_output(out, output)
+        with new_directory(result_path) as directory:
             checkpoints = [find_checkpoint(text) for text in (model, donor)]
             if snapshots := [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]:
                 download_snapshots(snapshots, store().hashes, lambda done, total: None)
@@ -188,26 +227,36 @@ def transplant_tokenizer_command(
                         second,
                         directory,
                         scratch,
-                        TransplantSettings(method_name, k, device),
+                        TransplantSettings(method, k, device),
                         on_progress=lambda done, total: bar.update(job, completed=done, total=total),
                     )
             finally:
                 scratch.unlink(missing_ok=True)
-        console.print(f"{out}: {result.tokens} tokens, {result.shared} of them shared, the others computed by {method}")
+        counts = f"{result.tokens} tokens, {result.shared} of them shared"
+        console.print(f"{result_path}: {counts}, the others computed by {method}")
         for name, error in result.errors.items():
             console.print(f"{name}: combinations deviate from the donor's own rows by {error:.1%}")
         if as_json:
-            counts = {"tokens": result.tokens, "shared": result.shared, "errors": result.errors}
-            print_created({"out": str(out), **counts, "files": dict(result.record.files)})
+            facts = {"tokens": result.tokens, "shared": result.shared, "errors": result.errors}
+            print_created({"out": str(result_path), **facts, "files": dict(result.record.files)})
 
 
 def fingerprint_command(
     model: Annotated[str, typer.Argument(help="Known model: a directory, or org/name@revision.")],
     name: Annotated[
-        str, typer.Option(help="Name by which cards refer to the model. Default: org/name, or the directory's name.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Name by which cards refer to the model.",
+            show_default="org/name, or the directory's name",
+        ),
     ] = "",
-    license: Annotated[str, typer.Option(help="Identifier of its license. Default: the license in its card.")] = "",
-    index: Annotated[Path | None, typer.Option(help="File to extend. Default: the index of this project.")] = None,
+    license: Annotated[
+        str, typer.Option(metavar="ID", help="Identifier of its license.", show_default="the license in its card")
+    ] = "",
+    index: Annotated[
+        Path | None, typer.Option(help="File to extend.", show_default="the index of this project")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write the fingerprint of a known model to an index.

@@ -31,7 +31,8 @@ MergeOption = Annotated[
     typer.Option(
         "--merge",
         metavar="RELEASE",
-        help="Release of the merge that quantized variants were made from. Default: the release next to them.",
+        help="Release of the merge that quantized variants were made from.",
+        show_default="the release next to them",
     ),
 ]
 
@@ -54,12 +55,18 @@ def verify_command(
     ] = None,
     trust_config: Annotated[
         Path | None,
-        typer.Option(help="Sigstore's client trust configuration of a private instance. Default: the public instance."),
+        typer.Option(
+            help="Sigstore's client trust configuration of a private instance.",
+            show_default="the public instance",
+            rich_help_panel="Advanced",
+        ),
     ] = None,
     offline: Annotated[
         bool,
         typer.Option(
-            "--offline", help="Use the stored trusted root of the public instance of sigstore without updating it."
+            "--offline",
+            help="Use the stored trusted root of the public instance of sigstore without updating it.",
+            rich_help_panel="Advanced",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -110,12 +117,12 @@ def reproduce_command(
     parents: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that relative paths of the recipe or of a calibration text start at. Default: mergegate "
-            "searches for it."
+            help="Directory that relative paths of the recipe or of a calibration text start at.",
+            show_default="mergegate searches for it",
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Device of the merge: auto (that of the release), cpu, cuda or cuda:N.")
+        str, typer.Option(metavar="auto|cpu|cuda[:N]", help="Device of the merge: auto is that of the release.")
     ] = "auto",
     merge: MergeOption = None,
     as_json: JsonOption = False,
@@ -159,8 +166,9 @@ def export_command(
     organization: Annotated[
         str,
         typer.Option(
-            help="Organization that publishes the results. Default: the supplier that the release states, or its "
-            "namespace on the Hub."
+            metavar="NAME",
+            help="Organization that publishes the results.",
+            show_default="the supplier that the release states, or its namespace on the Hub",
         ),
     ] = "",
     as_json: JsonOption = False,

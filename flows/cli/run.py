@@ -13,7 +13,14 @@ import typer
 from rich.text import Text
 
 from mergegate.flows.candidates import TuningSize
-from mergegate.flows.cli.command import ApproveOption, GuardsOption, JsonOption, VerboseOption, command_context
+from mergegate.flows.cli.command import (
+    ApproveOption,
+    GuardsOption,
+    JsonOption,
+    SetOption,
+    VerboseOption,
+    command_context,
+)
 from mergegate.flows.operations.progress import print_event
 from mergegate.flows.operations.run import (
     ReleaseArguments,
@@ -25,7 +32,7 @@ from mergegate.flows.operations.run import (
     run_sweep,
 )
 from mergegate.flows.operations.summary import outcome_json, print_outcome
-from mergegate.flows.profile import RemedyChoice, load_profile
+from mergegate.flows.profile import RemedyChoice, load_profile, override_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.base.stage import home
 from mergegate.tasks.sweep import serve_dashboard
@@ -34,14 +41,7 @@ from mergegate.tasks.sweep import serve_dashboard
 def run_command(
     profile: Annotated[Path, typer.Argument(help="Profile (YAML).")],
     approve: ApproveOption = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a profile setting for this run, for example evaluate.documents=200. Repeatable.",
-        ),
-    ] = None,
+    overrides: SetOption = None,
     publish: Annotated[
         bool, typer.Option("--publish/--no-publish", help="Publish a merge that passes, or stop before publication.")
     ] = True,
@@ -49,7 +49,7 @@ def run_command(
         RemedyChoice | None,
         typer.Option(
             help="Remedies to try when the gate refuses: only the list in the profile, or also proposed ones.",
-            show_default="the setting of the profile",
+            show_default="the setting in the profile",
         ),
     ] = None,
     dry: Annotated[
@@ -57,7 +57,11 @@ def run_command(
     ] = False,
     price: Annotated[
         list[str] | None,
-        typer.Option(help="With --dry-run: hourly price of an instance, as NAME=DOLLARS_PER_HOUR. Repeatable."),
+        typer.Option(
+            metavar="NAME=USD",
+            help="With --dry-run: hourly price of an instance. Repeatable.",
+            rich_help_panel="Advanced",
+        ),
     ] = None,
     events: Annotated[bool, typer.Option("--events", help="Print one line of JSON for each event.")] = False,
     verbose: VerboseOption = False,
@@ -90,6 +94,7 @@ def compare_command(
     ],
     candidate: Annotated[str, typer.Argument(metavar="B", help="Checkpoint to judge.")],
     profile: GuardsOption,
+    overrides: SetOption = None,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -98,7 +103,8 @@ def compare_command(
     mergegate evaluates A and B, and neither merges nor publishes anything.
     """
     with command_context(as_json, with_state=True) as console:
-        outcome = run_comparison(reference, candidate, profile, RunView(verbose=verbose), console)
+        guards = override_profile(profile, overrides, needs_recipe=False)
+        outcome = run_comparison(reference, candidate, guards, RunView(verbose=verbose), console)
         print_outcome(console, outcome, as_json)
         raise typer.Exit(outcome.exit_code)
 
@@ -108,6 +114,7 @@ _DASHBOARD_PORT = 8080
 
 def sweep_command(
     profile: Annotated[Path, typer.Argument(help="Profile with a section 'sweep', or mergekit-evolve's YAML.")],
+    overrides: SetOption = None,
     release: Annotated[
         bool, typer.Option("--release/--no-release", help="Release a confirmed winner, or only save its recipe.")
     ] = True,
@@ -123,7 +130,7 @@ def sweep_command(
     """
     with command_context(as_json, with_state=True) as console:
         study_view, server = None, None
-        profile_to_sweep = convert_evolve(profile, console)
+        profile_to_sweep = override_profile(convert_evolve(profile, console), overrides)
         if dashboard:
             loaded = load_for_flow(profile_to_sweep)
             if loaded.sweep and loaded.sweep.soup:
@@ -148,6 +155,7 @@ def sweep_command(
 
 def tune_command(
     profile: Annotated[Path, typer.Argument(help="Profile with tasks, and a recipe with a 'lambda'.")],
+    overrides: SetOption = None,
     trials: Annotated[int, typer.Option(min=2, help="Number of scales to try.")] = 16,
     search: Annotated[int, typer.Option(min=10, help="Documents of each task for the search.")] = 50,
     confirmation: Annotated[int, typer.Option(min=20, help="Documents of each task to confirm the best scale.")] = 100,
@@ -162,7 +170,9 @@ def tune_command(
     The scale is the recipe's 'lambda'. The best one is where the merge is most certain of its answers.
     """
     with command_context(as_json, with_state=True) as console:
-        loaded = load_for_flow(profile).with_scale_search(TuningSize(trials, search, confirmation))
+        loaded = load_for_flow(profile, tuple(overrides or ())).with_scale_search(
+            TuningSize(trials, search, confirmation)
+        )
         outcome = run_sweep(loaded, RunView(verbose=verbose), console, release=release)
         print_outcome(console, outcome, as_json)
         raise typer.Exit(outcome.exit_code)

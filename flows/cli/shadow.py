@@ -81,7 +81,8 @@ class ProxyServer(uvicorn.Server):
 def shadow_serve_command(
     profile: ShadowProfile,
     candidate: Annotated[
-        str | None, typer.Option(help="Version to test.", show_default="the current release at the target")
+        str | None,
+        typer.Option(metavar="VERSION", help="Version to test.", show_default="the current release at the target"),
     ] = None,
     reset: Annotated[
         bool, typer.Option("--reset", help="Start again, even if the version was promoted, rolled back or killed.")
@@ -89,7 +90,7 @@ def shadow_serve_command(
 ) -> None:
     """Run the proxy in front of the parent and the candidate.
 
-    The proxy answers users and records both models (also: mergegate shadow PROFILE).
+    The proxy answers users and records both models. The short form is mergegate shadow PROFILE.
     """
     with command_context(with_state=True) as console:
         run_proxy(load_profile(profile), candidate, console, reset=reset)
@@ -158,15 +159,26 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
 def shadow_replay_command(
     file: Annotated[Path, typer.Argument(help="Requests, conversations or prompts, one JSON object per line.")],
     to: Annotated[str, typer.Option(metavar="URL", help="URL of the proxy.")] = "http://127.0.0.1:8100",
-    model: Annotated[str, typer.Option(help="Model of requests that do not name one.")] = "model",
-    header: Annotated[str, typer.Option(help="Header that names a session.")] = "x-session-id",
+    model: Annotated[str, typer.Option(metavar="NAME", help="Model of requests that do not name one.")] = "model",
     rate: Annotated[float, typer.Option(min=0.001, help="Number of users that start per second.")] = 10.0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Number of repetitions, each with new users.")] = 1,
-    stream: Annotated[bool, typer.Option("--stream", help="Request streamed responses.")] = False,
     client_keys_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the keys of the clients. The first one is sent.")
+        str | None,
+        typer.Option(
+            metavar="VARIABLE", help="Environment variable with the keys of the clients. The first one is sent."
+        ),
     ] = None,
+    header: Annotated[
+        str, typer.Option(metavar="NAME", help="Header that names a session.", rich_help_panel="Advanced")
+    ] = "x-session-id",
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Maximum number of concurrent requests.", rich_help_panel="Advanced")
+    ] = 16,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of repetitions, each with new users.", rich_help_panel="Advanced")
+    ] = 1,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Request streamed responses.", rich_help_panel="Advanced")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Send the requests of a file to the proxy, as users would."""
@@ -186,7 +198,7 @@ def shadow_replay_command(
             console.print(message)
 
 
-ReasonOption = Annotated[str, typer.Option(help="Reason for the decision, which is stored. Required.")]
+ReasonOption = Annotated[str, typer.Option(help="Reason for the decision, which is stored.")]
 
 
 def shadow_evaluate_command(
@@ -196,12 +208,12 @@ def shadow_evaluate_command(
     _run_flow(profile, "look", "", as_json, approve=approve)
 
 
-def shadow_promote_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
+def shadow_promote_command(profile: ShadowProfile, reason: ReasonOption, as_json: JsonOption = False) -> None:
     """Promote the candidate, regardless of the evidence."""
     _run_flow(profile, "promote", reason, as_json)
 
 
-def shadow_rollback_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
+def shadow_rollback_command(profile: ShadowProfile, reason: ReasonOption, as_json: JsonOption = False) -> None:
     """Return all users to the parent, regardless of evidence."""
     _run_flow(profile, "roll back", reason, as_json)
 

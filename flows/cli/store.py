@@ -153,6 +153,7 @@ def store_gc_command(
     older_than: Annotated[
         float | None,
         typer.Option(
+            metavar="DAYS",
             min=0,
             help="Remove unneeded entries that were not used for this many days.",
             show_default="1, or with --quota only as much as necessary",
@@ -160,11 +161,16 @@ def store_gc_command(
     ] = None,
     quota: Annotated[
         str | None,
-        typer.Option(help="Maximum size of the store, for example 50GB. The least recently used entries are removed."),
+        typer.Option(
+            metavar="SIZE",
+            help="Maximum size of the store, for example 50GB. The least recently used entries are removed.",
+        ),
     ] = None,
     forget: Annotated[
         list[str] | None,
-        typer.Option(help="Profile that is no longer run, so that its artifacts may be removed. Repeatable."),
+        typer.Option(
+            metavar="PROFILE", help="Profile that is no longer run, so that its artifacts may be removed. Repeatable."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

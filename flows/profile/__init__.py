@@ -6,6 +6,7 @@ from mergegate.flows.profile.reader import (
     is_recipe,
     is_release_name,
     load_profile,
+    override_profile,
     parse_profile,
     profile_name,
     profile_schema,

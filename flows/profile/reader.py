@@ -46,6 +46,17 @@ def load_profile(source: Path | Profile, overrides: Sequence[str] = (), *, needs
     return _profile_once(source.absolute(), source, tuple(overrides), needs_recipe, identity)
 
 
+def override_profile(
+    source: Path | Profile, overrides: Sequence[str] | None, *, needs_recipe: bool = True
+) -> Path | Profile:
+    """Return a profile with overrides. Without any, a path stays a path, because Prefect stores a flow's arguments.
+
+    Raises:
+        InvalidInput: The profile or an override is invalid.
+    """
+    return load_profile(source, overrides, needs_recipe=needs_recipe) if overrides else source
+
+
 @lru_cache(maxsize=8)
 def _profile_once(
     file: Path, source: Path, overrides: tuple[str, ...], needs_recipe: bool, identity: tuple[int, ...]

@@ -19,7 +19,7 @@ DEMO = PROFILES / "demo"
 def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: str) -> None:
     project = make_project(tmp_path)
     models, out = project.root / "profiles" / "demo" / "models", project.root / "adapter"
-    arguments = ("--rank", "16", "--dtype", "bfloat16", "--out", str(out))
+    arguments = ("--rank", "16", "--dtype", "bfloat16", "--output", str(out))
     done = expect(project.mergegate("extract-lora", str(models / name), str(models / "base"), *arguments), 0)
     assert "% of the change" in done.output
     shipped, made = (
@@ -34,7 +34,7 @@ def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: st
 
 
 def test_an_existing_directory_is_not_written_over(tmp_path: Path) -> None:
-    done = expect(make_project(tmp_path).mergegate("extract-lora", "a", "b", "--rank", "4", "--out", str(tmp_path)), 2)
+    done = expect(make_project(tmp_path).mergegate("extract-lora", "a", "b", "--rank", "4", "--output", str(tmp_path)), 2)
     assert "it exists" in done.output
 
 

@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, list[str]] = {
     },
     **{name: [] for name in ("store ls", "store du", "store verify", "store gc")}, "worker": ["--once"],
     "trigger": ["demo"], "merge": [RECIPE, "out"], "check": ["parentless.yaml"], "fetch-data": ["parentless.yaml"],
-    "extract-lora": [REVERSER, BASE, "--rank", "1"], "init": [BASE, REVERSER, "--out", "new", "--yes"],
+    "extract-lora": [REVERSER, BASE, "--rank", "1"], "init": [BASE, REVERSER, "--output", "new", "--yes"],
     "plan": [RECIPE, "--no-probe"], "smoke": ["profiles/demo/models/nowhere"],
     "transplant-tokenizer": [REVERSER, BASE, "out"],
     "compare": ["profiles/demo/models/nowhere", BASE, "--profile", "missing.yaml"],
@@ -52,7 +52,7 @@ NUMBERS = ["nan", "inf", "-inf", "-1", "1e308", ""]
 QUICK = {"", ".", "pipe", "a\0b", "/dev/zero", "/", "\udcff", "a\0b=1", "-5", "nan", "inf", "-1"}
 OFTEN = ("run", "merge", "check", "gate", "history", "trigger", "worker", "store gc", "shadow replay")
 # These would succeed if the tests run as root.
-WRITE_TO_THE_SYSTEM = {("init", "out", "/")}
+WRITE_TO_THE_SYSTEM = {("init", "output", "/")}
 
 
 def commands() -> Iterator[tuple[str, Any]]:

@@ -117,7 +117,7 @@ COMMANDS = {
     "merge of adapters": ["merge", "profiles/demo/recipes/adapters.yaml", "o"],
     "merge --share": ["merge", "profiles/demo/recipes/linear.yaml", "o", "--share"],
     "merge of adapters --share": ["merge", "profiles/demo/recipes/adapters.yaml", "o", "--share"],
-    "extract-lora": ["extract-lora", REVERSER, BASE, "--rank=1", "--out=o"],
+    "extract-lora": ["extract-lora", REVERSER, BASE, "--rank=1", "--output=o"],
     "transplant-tokenizer": ["transplant-tokenizer", REVERSER, BASE, "o"],
 }
 SHARED = ["steps.partial/notes", "merge.partial", "config.json", "a.journal.partial", "x.partial.damaged-1"]

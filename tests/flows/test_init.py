@@ -199,7 +199,7 @@ def test_a_pair_made_by_transformers_passes_the_check_unedited(
     shutil.copytree(families(family), project.root / "models")
     if differs:
         with_a_token_of_its_own(project.root / "models" / "verse")
-    arguments = ("init", *MODELS, "--yes", "--out", "nightly", "--name", "both")
+    arguments = ("init", *MODELS, "--yes", "-o", "nightly", "--name", "both")
     expect(project.mergegate(*arguments), 0, "next     mergegate run nightly/both.yaml")
     checked = expect(project.mergegate("check", "nightly/both.yaml", "--json"), 0)
     findings = json.loads(checked.stdout)["findings"]
@@ -284,11 +284,11 @@ def tasks(root: Path) -> Path:
 @pytest.mark.story
 def test_an_undeclared_license_needs_acceptance(root: Path) -> None:
     project = Project(root)
-    doubted = expect(project.mergegate("init", *MODELS, "--json", "--out", "doubted"), 3)
+    doubted = expect(project.mergegate("init", *MODELS, "--json", "-o", "doubted"), 3)
     assert "verse" in " ".join(json.loads(doubted.stdout)["doubts"])
     (profile,) = (file for file in map(Path, json.loads(doubted.stdout)["files"]) if "recipe" not in file.name)
     expect(project.mergegate("check", str(profile)), 3)
-    expect(project.mergegate("init", *MODELS, "--json", "--out", "settled", "--accept", "alice: it is ours"), 0)
+    expect(project.mergegate("init", *MODELS, "--json", "-o", "settled", "--accept", "alice: it is ours"), 0)
 
 
 def files_in(place: Path) -> dict[str, str]:
@@ -329,7 +329,7 @@ def test_an_invalid_answer_is_prompted_again(tasks: Path) -> None:
 @pytest.mark.parametrize("last", sampled([NAME, WHO, TEXT, TASKS], [NAME, TASKS], pytest.mark.proof))
 def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) -> None:
     before = set(root.iterdir())
-    with terminal(root, "init", *MODELS, "--out", "new/place") as screen:
+    with terminal(root, "init", *MODELS, "-o", "new/place") as screen:
         for question in (NAME, WHO, TEXT, TASKS):
             screen.see(question)
             screen.see(": ")

@@ -162,7 +162,7 @@ def test_a_plan_says_the_kind(project: Project) -> None:
 @pytest.mark.story
 @pytest.mark.parametrize("kind", ["embedding", "t5", "classifier"])
 def test_init_writes_a_profile_that_check_accepts(project: Project, kind: str) -> None:
-    expect(project.mergegate("init", f"{kind}/a", f"{kind}/b", "--yes", "--name", "new", "--out", "new"), 0)
+    expect(project.mergegate("init", f"{kind}/a", f"{kind}/b", "--yes", "--name", "new", "-o", "new"), 0)
     profile = yaml.safe_load((project.root / "new/new.yaml").read_text())
     assert "perplexity" not in profile
     assert ("publish" in profile) == ("evaluate" in profile) == (kind == "embedding")

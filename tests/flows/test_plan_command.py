@@ -37,7 +37,7 @@ def plan(tmp_path: Path, home: Path) -> Plan:
                 save_sparse(tmp_path / name, llama(**{**MODEL, **sizes}), shards=30 if sizes else 2)
         (tmp_path / "recipe.yaml").write_text(recipe)
         return CliRunner().invoke(
-            app, ["plan", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "out"), *options]
+            app, ["plan", str(tmp_path / "recipe.yaml"), "--output", str(tmp_path / "out"), *options]
         )
 
     return run

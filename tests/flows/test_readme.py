@@ -13,7 +13,7 @@ README = PROJECT / "README.md"
 REPLACED = {
     "uv tool install .": "true",  # benchmarks/bare_wheel.py --real installs the wheel with uv, pipx and pip
     "make test ": "make -n test ",  # these tests are part of it
-    "init BASE MODEL...": "init profiles/demo/models/base profiles/demo/models/shifter --name new --out new --yes",
+    "init BASE MODEL...": "init profiles/demo/models/base profiles/demo/models/shifter --name new -o new --yes",
     "check support.yaml": "check profiles/demo.yaml",  # only the README's reader has the models of support.yaml
     "run support.yaml": "run profiles/demo.yaml",
 }

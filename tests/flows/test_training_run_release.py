@@ -129,13 +129,13 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
 
 @pytest.mark.story
 def test_init_proposes_a_recipe_for_a_directory_of_checkpoints(project: Project) -> None:
-    expect(project.mergegate("init", "runs/a", "--out", "new", "--task", "profiles/demo/tasks/copy.yaml", "--yes"), 0)
+    expect(project.mergegate("init", "runs/a", "-o", "new", "--task", "profiles/demo/tasks/copy.yaml", "--yes"), 0)
     recipe = yaml.safe_load((project.root / "new/a.recipe.yaml").read_text())
     assert {"run": "../runs/a", "window": 8, "schedule": "mean"}.items() <= recipe.items()
     profile = yaml.safe_load((project.root / "new/a.yaml").read_text())
     assert profile["evaluate"]["tasks"][0]["guarded_by"] == "last checkpoint"
     assert project.mergegate("check", "new/a.yaml").exit_code == 0
-    result = project.mergegate("init", "profiles/demo/models/base", "--out", "other")
+    result = project.mergegate("init", "profiles/demo/models/base", "-o", "other")
     expect(result, 2, "the directory of a training run")
 
 

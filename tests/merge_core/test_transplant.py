@@ -147,7 +147,7 @@ def test_the_command_writes_a_complete_checkpoint_or_nothing(tmp_path: Path) -> 
     out, before = load(tmp_path / "out")[EMBED], load(tmp_path / "model")[EMBED]
     np.testing.assert_allclose(out[-1], before.mean(0), atol=1e-6)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "donor", "out"}
-    for more, words in (([], "it exists"), (["--method", "copy"], "omp or mean"), (["-k", "0"], "from 1")):
+    for more, words in (([], "it exists"), (["--method", "copy"], "'omp', 'mean'"), (["-k", "0"], "equal to 1")):
         place = arguments[-1] if not more else str(tmp_path / "other")
         result = CliRunner().invoke(app, [*arguments[:3], place, *more])
         assert result.exit_code == 2

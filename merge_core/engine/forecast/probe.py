@@ -79,7 +79,7 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
             str(output),
             found=f"cannot be written: {error.strerror}",
             expected="a directory that the result can be written to",
-            remedy="choose another directory with --out, or use --no-probe",
+            remedy="choose another directory with --output, or use --no-probe",
         ) from None
     matrix = np.full((_PRODUCT_SIDE, _PRODUCT_SIDE), 0.5, np.float32)
     product = matrix @ matrix  # This also starts the library's threads, as many as it uses.
