@@ -4,8 +4,7 @@
 * ``site`` locates a project's server and provides the environment of server, workers and clients.
 * ``schedules`` reads ``schedules.yaml``. ``notifications`` defines which events operators are notified of.
   ``deployments`` and ``automations`` update the server to match.
-* ``runs`` starts and follows deployed runs. ``approval`` suspends a run until it is approved, and ``waiting_runs``
-  lists such runs.
+* ``runs`` starts and follows deployed runs. ``approval`` suspends a run until it is approved, and lists such runs.
 
 No module here imports Prefect before it is needed.
 """
@@ -13,9 +12,12 @@ No module here imports Prefect before it is needed.
 from mergegate.flows.prefect_api.approval import (
     ApprovalRequest,
     Decision,
+    WaitingRun,
     approval_function,
     request_decision,
     require_decision,
+    select_waiting_run,
+    waiting_runs,
 )
 from mergegate.flows.prefect_api.automations import desired_rules, sync_rules
 from mergegate.flows.prefect_api.deployments import (
@@ -41,4 +43,3 @@ from mergegate.flows.prefect_api.site import (
     require_site,
     write_settings,
 )
-from mergegate.flows.prefect_api.waiting_runs import WaitingRun, select_waiting_run, waiting_runs

@@ -8,24 +8,28 @@ only if it built exactly the same release. If it built another one, it suspends 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
 
-from mergegate.flows.prefect_api.waiting_runs import QUESTION, question_keys, suspended_runs
-from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.release.publish import ApprovalSettings, PendingRelease
 from mergegate.tasks.release.report import ReportContent, as_markdown
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
 # After the time-out of the profile, a rule on the server refuses the run (``automations``). Without such a rule, the
 # server itself fails the run this much later.
 _GRACE_S = 600
+# Prefix of the key of an approval request. The first digits of the release's digest follow it.
+_QUESTION = "publish-"
 _DIGITS = 40  # digits of the release's digest in the key of a suspension
 
 
@@ -144,7 +148,7 @@ def _suspend_for_decision(request: ApprovalRequest, run: FlowRun) -> Decision:
     from pydantic import Field, ValidationError, create_model
 
     pending = request.pending
-    key = QUESTION + pending.digest[:_DIGITS]
+    key = _QUESTION + pending.digest[:_DIGITS]
     # Another run of this deployment may already wait for the same approval. Runs that wait for an older one are
     # cancelled, because their release is outdated.
     waits = ""
@@ -182,3 +186,71 @@ def _suspend_for_decision(request: ApprovalRequest, run: FlowRun) -> Decision:
             remedy="start the run again; it asks again",
         ) from None
     return Decision(answer.publish, answer.by.strip(), answer.reason.strip(), pending.version, pending.digest)
+
+
+@dataclass(frozen=True)
+class WaitingRun:
+    """A run that waits for approval of ``version``.
+
+    ``profile`` comes from the name of the deployment. It is empty if the deployment no longer exists. ``summary`` is
+    the evidence on the run's page, as Markdown.
+    """
+
+    id: UUID
+    name: str
+    profile: str
+    version: str
+    summary: str
+
+
+def waiting_runs(client: SyncPrefectClient) -> tuple[WaitingRun, ...]:
+    """Return all runs that wait for approval, the oldest first."""
+    from prefect.exceptions import ObjectNotFound
+
+    waiting = []
+    for run in suspended_runs(client):
+        if keys := question_keys(run):
+            summary = json.loads(client.read_flow_run_input(run.id, keys["description"]))
+            form = json.loads(client.read_flow_run_input(run.id, keys["schema"]))
+            version = form["properties"]["version"]["default"]
+            profile = ""
+            if run.deployment_id:
+                with suppress(ObjectNotFound):  # the run outlives its deployment
+                    profile = client.read_deployment(run.deployment_id).name
+            waiting.append(WaitingRun(run.id, run.name, profile, str(version), str(summary)))
+    return tuple(waiting)
+
+
+def suspended_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    """Return all suspended or paused runs, the oldest first."""
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+    from prefect.client.schemas.objects import StateType
+
+    paused = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PAUSED]))
+    runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=paused))
+    return sorted(runs, key=lambda run: run.state.timestamp.timestamp() if run.state else 0.0)
+
+
+def question_keys(run: FlowRun) -> dict[str, str]:
+    """Return the server's keys for the form and the answer of an approval request. Empty for any other run."""
+    keys = run.state.state_details.run_input_keyset if run.state else None
+    return dict(keys) if keys and f"-{_QUESTION}" in keys.get("schema", "") else {}
+
+
+def select_waiting_run(waiting: tuple[WaitingRun, ...], name: str | None) -> WaitingRun:
+    """Return the waiting run whose ID, name or profile is ``name``. Without a name, return the only waiting run.
+
+    Raises:
+        InvalidInput: No run matches, or several do.
+    """
+    matches = [run for run in waiting if name is None or name in (str(run.id), run.name, run.profile)]
+    if len(matches) == 1:
+        return matches[0]
+    listed = "".join(f"\n  {run.profile} {run.version}: run {run.name}, {run.id}" for run in matches or waiting)
+    count = f"{len(matches)} runs wait" if matches else "no such run waits"
+    raise InvalidInput(
+        name or "mergegate approve",
+        found=f"{count} for approval{listed}",
+        expected="one waiting run",
+        remedy="name one of these runs" if matches or waiting else "",
+    )

@@ -1,8 +1,8 @@
 """Load profiles: their typed settings, the recipes that they name, and the messages about their faults."""
 
 from mergegate.flows.profile.faults import parse_settings
-from mergegate.flows.profile.profile import Profile
-from mergegate.flows.profile.reader import (
+from mergegate.flows.profile.profile import (
+    Profile,
     is_recipe,
     is_release_name,
     load_profile,

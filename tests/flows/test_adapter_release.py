@@ -34,7 +34,7 @@ def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: st
 
 
 def test_an_existing_directory_is_not_written_over(tmp_path: Path) -> None:
-    done = expect(make_project(tmp_path).mergegate("extract-lora", "a", "b", "--rank", "4", "--output", str(tmp_path)), 2)
+    done = expect(make_project(tmp_path).mergegate("extract-lora", "a", "b", "--rank", "4", "-o", str(tmp_path)), 2)
     assert "it exists" in done.output
 
 
