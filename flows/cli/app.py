@@ -194,14 +194,17 @@ class Command(typer.core.TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words after the name: an argument in brackets may be left out, and ... may be repeated."""
-        arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
-        pieces = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
-        ends = ["" if each.nargs == 1 else "..." for each in arguments]
-        return [*map("".join, zip(pieces, ends, strict=True)), "[OPTIONS]"]
+        pieces = []
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":
+                name = parameter.metavar if parameter.required else f"[{parameter.metavar}]"
+                pieces.append(f"{name}{'' if parameter.nargs == 1 else '...'}")
+        return [*pieces, "[OPTIONS]"]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
-        for parameter in self.get_params(ctx):
+        parameters: list[Any] = self.get_params(ctx)
+        for parameter in parameters:
             name, text = parameter.get_help_record(ctx)
             is_argument = parameter.param_type_name == "argument"
             section = "Arguments" if is_argument else parameter.rich_help_panel or "Options"
