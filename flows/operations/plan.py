@@ -153,7 +153,7 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
 
 
 def named_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Parse texts of the form ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
+    """Parse texts of the form ``NAME=USD``, or raise InvalidInput."""
     prices = {}
     for text in texts:
         name, _, amount = text.partition("=")
@@ -163,7 +163,10 @@ def named_prices(texts: Sequence[str]) -> dict[str, float]:
             price = -1.0
         if not name or not 0 <= price < float("inf"):
             raise InvalidInput(
-                "--price", found=f"{text!r}", expected="NAME=DOLLARS_PER_HOUR", remedy="for example --price my-box=1.20"
+                "--price",
+                found=f"{text!r}",
+                expected="NAME=USD, in dollars per hour",
+                remedy="for example --price my-box=1.20",
             )
         prices[name.strip()] = price
     return prices

@@ -80,7 +80,7 @@ def test_rates_are_measured_once_an_hour_and_without_a_probe_earlier_rates_still
     assert answer(plan("--json", "--probe"))["rates"]["measured_at"] > first["rates"]["measured_at"]
 
 
-PRICE, DEVICE = "NAME=DOLLARS_PER_HOUR", "auto, cpu, cuda or cuda:N"
+PRICE, DEVICE = "NAME=USD", "auto, cpu, cuda or cuda:N"
 
 
 @pytest.mark.parametrize(
