@@ -47,7 +47,7 @@ def test_a_remote_checkpoint_equals_the_local_one_by_its_headers_alone(online: L
 def test_a_plan_of_remote_files_is_the_plan_of_local_files(online: LookAlike, models: Path, tmp_path: Path) -> None:
     def plan(recipe: str) -> tuple[object, int]:
         (tmp_path / "recipe.yaml").write_text(recipe)
-        arguments = ("plan", str(tmp_path / "recipe.yaml"), "--json", "--no-probe", "--out", str(tmp_path / "out"))
+        arguments = ("plan", str(tmp_path / "recipe.yaml"), "--json", "--no-probe", "-o", str(tmp_path / "out"))
         answer = json.loads(mergegate(*arguments).stdout)
         return answer["needs"], answer["bytes_to_download"]
 
