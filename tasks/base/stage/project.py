@@ -68,11 +68,7 @@ def nearest_directory(path: Path) -> Path:
 
 
 def shared_store(root: Path) -> SharedStore | None:
-    """Return the shared store for the local store at ``root``, or None if the environment configures none.
-
-    Raises:
-        InvalidInput: fsspec does not support the address, or the size limit is not valid.
-    """
+    """Return the shared store for the local store at ``root``, or None if the environment configures none."""
     address = environment_setting(SHARED_STORE)
     size = environment_setting(MAX_SIZE) or _DEFAULT_MAX_SIZE
     return _open_shared_store(address, root, size) if address else None
@@ -80,11 +76,7 @@ def shared_store(root: Path) -> SharedStore | None:
 
 @contextmanager
 def log_shared_store_savings() -> Iterator[None]:
-    """Announce at the end of the block how many artifacts were fetched from the shared store, if any.
-
-    Raises:
-        InvalidInput: The shared store is not configured correctly (see :func:`shared_store`). The block does not run.
-    """
+    """Announce at the end of the block how many artifacts were fetched from the shared store, if any."""
     shared = shared_store(home() / "store")
     before = shared.fetch_counts.copy() if shared else None
     yield
@@ -106,11 +98,7 @@ def runs_directory() -> Path:
 
 
 def store_quota() -> int | None:
-    """Return the size limit of the store in bytes, or None if there is no limit.
-
-    Raises:
-        InvalidInput: The environment variable is not a number of bytes.
-    """
+    """Return the size limit of the store in bytes, or None if there is no limit."""
     setting = environment_setting(QUOTA)
     return parse_bytes(setting, QUOTA) if setting else None
 
@@ -124,9 +112,8 @@ def record_run(profile: str) -> Iterator[OpenRun | None]:
     if context is None or context.flow_run is None:
         yield None
         return
-    with open_run(
-        runs_directory(), str(context.flow_run.id), context.flow.name if context.flow else "", profile
-    ) as run:
+    flow = context.flow.name if context.flow else ""
+    with open_run(runs_directory(), str(context.flow_run.id), flow, profile) as run:
         yield run
 
 

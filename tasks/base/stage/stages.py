@@ -232,11 +232,7 @@ class DeclaredStage(Generic[P, V, A]):
         return stage_key(self.name, self.version, inputs)
 
     def _run_and_report(self, call: StageCall) -> tuple[A, StageStatus, str]:
-        """Run the stage, report it to the watcher, and return the artifact, its status and its summary.
-
-        Raises:
-            Refused: The stage's value stops the flow.
-        """
+        """Run the stage, report it to the watcher, and return the artifact, its status and its summary."""
         report_call = report_stage(self.name, call.subject, call.key)
         with report_call as report, disk_errors_refused(home()), within_limit(self.name):
             artifact, status = self._record_and_run(call)
@@ -247,11 +243,7 @@ class DeclaredStage(Generic[P, V, A]):
         return artifact, status, report.summary
 
     def _record_and_run(self, call: StageCall) -> tuple[A, StageStatus]:
-        """Record the use of the artifact, and open or build it.
-
-        Raises:
-            WorkRequired: In a dry pass, if the artifact is missing or damaged.
-        """
+        """Record the use of the artifact, and open or build it. In a dry pass, building it raises WorkRequired."""
         record_stage(call.name, call.key, call.subject)
         if has_detail_listener():  # Users can compare the digests of two runs to find the input that changed.
             inputs = " · ".join(f"{name} {digest(value)[:8]}" for name, value in call.inputs.arguments.items())
