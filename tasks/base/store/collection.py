@@ -47,20 +47,14 @@ _COLLECTION = "collection"  # Name of the collector's lock.
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """File or directory in a store that can be removed separately.
+    """File or directory in a store that can be removed separately."""
 
-    Args:
-        stage: Name of the stage, or an empty string for an entry at the top of the store.
-        key: First 32 hex digits of the key, or an empty string if the name does not contain a key.
-        used: Time of creation or last use, in seconds since the epoch.
-    """
-
-    stage: str
+    stage: str  # Name of the stage, or an empty string for an entry at the top of the store.
     name: str
-    key: str
+    key: str  # First 32 hex digits of the key, or an empty string if the name does not contain a key.
     kind: EntryKind
     bytes: int
-    used: float
+    used: float  # Time of creation or last use, in seconds since the epoch.
 
     @property
     def entry_name(self) -> EntryName:
@@ -74,15 +68,11 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class RetentionRule:
-    """Limits on the age and the total size of entries that no run needs.
+    """Limits on the age and the total size of entries that no run needs."""
 
-    Args:
-        grace_s: Seconds without use after which an entry is removed. None: no age limit.
-        quota: Size limit of the whole store in bytes. Above it, the least recently used entries are removed regardless
-            of age. None: no limit.
-    """
-
-    grace_s: float | None
+    grace_s: float | None  # Seconds without use after which an entry is removed. None: no age limit.
+    # Size limit of the whole store in bytes. Above it, the least recently used entries are removed regardless of age.
+    # None: no limit.
     quota: int | None = None
 
 

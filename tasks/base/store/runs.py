@@ -33,7 +33,6 @@ LAST_RUNS = 2
 RELEASED = "released"
 _SUFFIX = ".jsonl"
 _KEY_DIGITS = 32  # Number of hex digits of a key in the name of its artifact.
-_KEY = re.compile("[0-9a-f]{32}")
 _RUN = re.compile("[A-Za-z0-9_-]{1,100}")
 
 
@@ -46,28 +45,18 @@ class EntryName(NamedTuple):
 
 @dataclass(frozen=True)
 class RunUse:
-    """A run and the entries that it requested from the store.
-
-    Args:
-        profile: Name of the profile, or an empty string for a run without one.
-        started: Start time in seconds since the epoch.
-        status: Final status, or an empty string if the run is in progress or was killed.
-        judged: Whether the run got far enough that the next run of the profile will need the same entries.
-        is_live: Whether the run is in progress.
-        used: For each entry that the run used, the subject that the run recorded for it, such as a model, or an empty
-            string.
-        bytes_created: Total size in bytes of the artifacts that the run created.
-    """
+    """A run and the entries that it requested from the store."""
 
     run: str
     flow: str
-    profile: str
-    started: float
-    status: str
-    judged: bool
-    is_live: bool
+    profile: str  # Name of the profile, or an empty string for a run without one.
+    started: float  # Start time in seconds since the epoch.
+    status: str  # Final status, or an empty string if the run is in progress or was killed.
+    judged: bool  # Whether the run got far enough that the next run of the profile will need the same entries.
+    is_live: bool  # Whether the run is in progress.
+    # For each entry that the run used, the subject that the run recorded for it, such as a model, or an empty string.
     used: Mapping[EntryName, str]
-    bytes_created: int = 0
+    bytes_created: int = 0  # Total size in bytes of the artifacts that the run created.
 
 
 @dataclass
@@ -228,18 +217,17 @@ def _parse(content: bytes) -> RunUse:
             line = json.loads(text)
         except ValueError:  # A kill may leave an incomplete line.
             continue
-        if not isinstance(line, dict):
-            continue
-        if isinstance(line.get("run"), str):
-            header = {**line, **header}  # Keep the time of the first start.
-            end = {}  # The run was suspended and continues.
-        elif "ended" in line:
-            end = line
-        elif isinstance(line.get("made"), int):
-            bytes_created += max(0, line["made"])
-        elif isinstance(line.get("stage"), str) and _KEY.fullmatch(str(line.get("key"))):
-            name = EntryName(line["stage"], line["key"])
-            used[name] = str(line.get("subject") or used.get(name, ""))
+        match line:
+            case {"run": _}:
+                header = {**line, **header}  # Keep the time of the first start.
+                end = {}  # The run was suspended and continues.
+            case {"ended": _}:
+                end = line
+            case {"made": int(size)}:
+                bytes_created += size
+            case {"stage": str(stage), "key": str(key)}:
+                name = EntryName(stage, key)
+                used[name] = str(line.get("subject") or used.get(name, ""))
     return RunUse(
         run=str(header["run"]),
         flow=str(header["flow"]),

@@ -88,17 +88,13 @@ class Artifact(StoredValue[R]):
 
 @dataclass(frozen=True)
 class BuildCallbacks:
-    """Callbacks for :meth:`Store.build` and :meth:`Store.build_value`.
+    """Callbacks for :meth:`Store.build` and :meth:`Store.build_value`."""
 
-    Attributes:
-        on_wait: Called once if another process is building the same result.
-        on_damage: Called with the reason if the stored result is damaged and has to be built again.
-        hashes_of: Called with the built value. Returns the sha256, by name, of files that the build hashed while
-            writing them. The store does not hash these files again.
-    """
-
-    on_wait: Callable[[], None] = lambda: None
+    on_wait: Callable[[], None] = lambda: None  # Called once if another process is building the same result.
+    # Called with the reason if the stored result is damaged and has to be built again.
     on_damage: Callable[[str], None] = log.warning
+    # Called with the built value. Returns the sha256, by name, of files that the build hashed while writing them. The
+    # store does not hash these files again.
     hashes_of: Callable[[Any], Mapping[str, str]] = lambda value: {}
 
 

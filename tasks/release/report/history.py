@@ -151,17 +151,11 @@ class RunRecord(_RecordPart):
 
 @dataclass(frozen=True)
 class History:
-    """Past runs of a project.
+    """Past runs of a project."""
 
-    Args:
-        records: Runs in the order in which they ended.
-        damaged: Number of lines that cannot be read. 1 if the file itself cannot be read.
-        why: Reason why the file cannot be read, or an empty string.
-    """
-
-    records: tuple[RunRecord, ...] = ()
-    damaged: int = 0
-    why: str = ""
+    records: tuple[RunRecord, ...] = ()  # runs in the order in which they ended
+    damaged: int = 0  # Number of lines that cannot be read. 1 if the file itself cannot be read.
+    why: str = ""  # reason why the file cannot be read, or an empty string
 
     def runs_of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
         """Return the runs of a flow with a profile."""
