@@ -81,19 +81,12 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer from a server, with any status.
+    """An answer from a server, with any status."""
 
-    Args:
-        status: HTTP status.
-        body: Parsed JSON, or the text if it is not JSON.
-        message: Error message on one line, shortened and without the key.
-        retry_after: Value of the ``Retry-After`` header, or an empty string.
-    """
-
-    status: int
-    body: Any
-    message: str = ""
-    retry_after: str = ""
+    status: int  # HTTP status.
+    body: Any  # Parsed JSON, or the text if it is not JSON.
+    message: str = ""  # Error message on one line, shortened and without the key.
+    retry_after: str = ""  # Value of the ``Retry-After`` header, or an empty string.
 
     @property
     def ok(self) -> bool:

@@ -193,30 +193,6 @@ def test_submitted_stages_run_in_parallel_and_their_results_raise_errors() -> No
     assert both() == [1, 2]
 
 
-@pytest.mark.story
-def test_unexpected_errors_are_retried_if_the_stage_has_retries() -> None:
-    tries: list[int] = []
-
-    @stage("shaky", version=1, retries=2)
-    def shaky(out: Path, invalid: bool) -> Counted:
-        tries.append(1)
-        if invalid:
-            raise InvalidInput("number", found="no number")
-        if len(tries) < 3:
-            raise ConnectionError("gone")
-        return Counted(number=len(tries))
-
-    @flow
-    def one(invalid: bool) -> int:
-        return shaky(invalid).value.number
-
-    assert one(False) == 3
-    tries.clear()
-    with pytest.raises(InvalidInput):
-        one(True)
-    assert len(tries) == 1
-
-
 class Emitted(NamedTuple):
     """A task run in its last state, as Prefect's engine emits it."""
 

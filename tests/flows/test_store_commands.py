@@ -153,7 +153,7 @@ class TestRunsOfStages:
         def fails(*_: object) -> None:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr("mergegate.tasks.base.stage.usage.collect_garbage", fails)
+        monkeypatch.setattr("mergegate.tasks.base.stage.project.collect_garbage", fails)
         assert night(10)[0].status == "passed"
 
     @pytest.mark.story

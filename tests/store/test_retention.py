@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_bytes
 from mergegate.tasks.base import store
-from mergegate.tasks.base.store.retention import LAST_RUNS, needed_by, plan_retention, runs_that_count
+from mergegate.tasks.base.store.collection import needed_by, plan_retention
+from mergegate.tasks.base.store.runs import LAST_RUNS, runs_that_count
 
 NOW = 1_000_000_000.0
 DAY = 86_400.0

@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from mergegate.tasks.release.report import RunRecord, RunScore, RunStage
-from mergegate.tasks.release.telemetry.metrics import METRICS, OTEL, export_metrics, run_metrics, write_text_file
-from mergegate.tasks.release.telemetry.trackers import export_to_trackers, tracked_numbers
+from mergegate.tasks.release.telemetry.exports import (
+    METRICS,
+    OTEL,
+    export_metrics,
+    export_to_trackers,
+    run_metrics,
+    tracked_numbers,
+    write_text_file,
+)
 
 
 def parse_text_file(file: Path) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

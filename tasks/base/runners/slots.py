@@ -29,19 +29,14 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """A share of this machine for one worker.
+    """A share of this machine for one worker."""
 
-    Args:
-        number: Index of the slot, from 0.
-        environment: Additional environment variables (name, value) for processes of this slot.
-        cancelled: Event that is set when the results of this slot are no longer needed.
-        scheduled: Whether the scheduler of a cluster assigned the GPU.
-    """
-
-    number: int = 0
+    number: int = 0  # Index of the slot, from 0.
+    # Additional environment variables (name, value) for processes of this slot.
     environment: tuple[tuple[str, str], ...] = ()
+    # Event that is set when the results of this slot are no longer needed.
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
-    scheduled: bool = False
+    scheduled: bool = False  # Whether the scheduler of a cluster assigned the GPU.
 
 
 _FIRST = WorkerSlot()

@@ -92,21 +92,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Confinement:
-    """The resources that a process may use.
+    """The resources that a process may use."""
 
-    Args:
-        read: Files and directories that it may read, in addition to its installation and the system's libraries.
-        write: Directories that it may read and write, in addition to devices and its own temporary directory.
-        network: Whether it has network access.
-        memory: Limit for its own memory, in bytes. None: no limit.
-        bare: Whether ``read`` and ``write`` are all that it may use, except for its own temporary directory.
-    """
-
+    # Files and directories that it may read, in addition to its installation and the system's libraries.
     read: tuple[str, ...] = ()
+    # Directories that it may read and write, in addition to devices and its own temporary directory.
     write: tuple[str, ...] = ()
-    network: bool = False
-    memory: int | None = None
-    bare: bool = False
+    network: bool = False  # Whether it has network access.
+    memory: int | None = None  # Limit for its own memory, in bytes. None: no limit.
+    bare: bool = False  # Whether ``read`` and ``write`` are all that it may use, except for its own temporary directory
 
 
 def environment_of_child(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -92,11 +92,7 @@ class GpuLocks:
         self._leases = 0
 
     def acquire(self, environment: Mapping[str, str]) -> GpuLease:
-        """Wait for all GPUs that are visible in ``environment``, lock them and return a lease.
-
-        Raises:
-            OSError: A lock file cannot be created.
-        """
+        """Wait for all GPUs that are visible in ``environment``, lock them and return a lease."""
         with self._lock:
             if not self._leases:
                 try:

@@ -74,19 +74,13 @@ class NotStarted(Exception):
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """How a process ended, and the resources that it and its descendants used.
+    """How a process ended, and the resources that it and its descendants used."""
 
-    Args:
-        returncode: As in ``subprocess``: negative for a signal. None: unknown, because the supervisor was killed.
-        reason: ``exited`` (on its own), ``requested`` (by the caller) or ``limit`` (its time limit expired).
-        peak_memory: Peak memory in bytes, if measured.
-        peak_gpu_memory: Peak memory on all GPUs in bytes, if measured.
-    """
-
+    # As in ``subprocess``: negative for a signal. None: unknown, because the supervisor was killed.
     returncode: int | None = None
-    reason: str = ""
-    peak_memory: int = 0
-    peak_gpu_memory: int = 0
+    reason: str = ""  # ``exited`` (on its own), ``requested`` (by the caller) or ``limit`` (its time limit expired)
+    peak_memory: int = 0  # Peak memory in bytes, if measured.
+    peak_gpu_memory: int = 0  # Peak memory on all GPUs in bytes, if measured.
 
     def __str__(self) -> str:
         """Return the reason and the exit code, for example ``ended (requested), exit code -9``."""
@@ -96,27 +90,19 @@ class ProcessEnd:
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """Limits, restrictions and inherited files of a supervised process.
+    """Limits, restrictions and inherited files of a supervised process."""
 
-    Args:
-        name: Part of the name of its temporary directory: ``mergegate-NAME-…``.
-        grace: Seconds that it has to exit after a request to end. 0: it is killed immediately.
-        limit: Seconds after which it is ended in any case. None: no limit.
-        pass_fds: File descriptors that it inherits.
-        confinement: Restrictions. Those that the system does not support are logged. None: no restrictions.
-        short_paths: Whether the path of its temporary directory must be short, because it creates sockets there, whose
-            paths are limited to 107 characters.
-        measured: Whether to measure its memory.
-        inherited: File descriptors that stay open until it and all its descendants are gone. It cannot see them.
-    """
-
-    name: str
-    grace: float = 0.0
-    limit: float | None = None
-    pass_fds: tuple[int, ...] = ()
+    name: str  # Part of the name of its temporary directory: ``mergegate-NAME-…``.
+    grace: float = 0.0  # Seconds that it has to exit after a request to end. 0: it is killed immediately.
+    limit: float | None = None  # Seconds after which it is ended in any case. None: no limit.
+    pass_fds: tuple[int, ...] = ()  # File descriptors that it inherits.
+    # Restrictions. Those that the system does not support are logged. None: no restrictions.
     confinement: Confinement | None = None
+    # Whether the path of its temporary directory must be short, because it creates sockets there, whose paths are
+    # limited to 107 characters.
     short_paths: bool = False
-    measured: bool = False
+    measured: bool = False  # Whether to measure its memory.
+    # File descriptors that stay open until it and all its descendants are gone. It cannot see them.
     inherited: tuple[int, ...] = ()
 
 

@@ -28,16 +28,18 @@ from mergegate.tasks.base.stage.progress import (
     report_stage,
     running_stage,
 )
-from mergegate.tasks.base.stage.project import home, log_shared_store_savings, nearest_directory
-from mergegate.tasks.base.stage.stages import StageValue, separate_store, stage, step, store, value_stage
-from mergegate.tasks.base.stage.usage import (
+from mergegate.tasks.base.stage.project import (
     created_bytes,
+    home,
     keep_quota,
+    log_shared_store_savings,
+    nearest_directory,
     record_run,
     record_stage,
     runs_directory,
     store_quota,
 )
+from mergegate.tasks.base.stage.stages import StageValue, separate_store, stage, step, store, value_stage
 from mergegate.tasks.base.stage.verdict import (
     JointVerdict,
     Outcome,

@@ -27,11 +27,7 @@ class WorkRequired(BaseException):
 
 @contextmanager
 def dry_pass() -> Iterator[None]:
-    """Run the block as a dry pass.
-
-    Raises:
-        WorkRequired: There is work to do.
-    """
+    """Run the block as a dry pass, which raises WorkRequired if there is work to do."""
     token = _dry_pass.set(True)
     try:
         yield
@@ -45,10 +41,6 @@ def is_dry_pass() -> bool:
 
 
 def require_work_allowed(work: str) -> None:
-    """Stop a dry pass before it would do real work, which ``work`` describes. Call this before the work.
-
-    Raises:
-        WorkRequired: A dry pass is running.
-    """
+    """Raise WorkRequired if a dry pass is running. Call this before real work, which ``work`` describes."""
     if _dry_pass.get():
         raise WorkRequired(work)

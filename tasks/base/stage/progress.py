@@ -122,21 +122,13 @@ def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport
 
 
 class StageEnd(NamedTuple):
-    """End of a stage call.
-
-    Attributes:
-        stage: Name of the stage.
-        subject: Model or task of the call. May be empty.
-        status: ``made`` or ``rebuilt`` if the stage ran, ``cached`` if it did not, ``refused`` or ``failed``.
-        seconds: Duration of the call.
-        summary: Result in a few words.
-    """
+    """End of a stage call."""
 
     stage: str
-    subject: str
-    status: StageStatus
+    subject: str  # Model or task of the call. May be empty.
+    status: StageStatus  # ``made`` or ``rebuilt`` if the stage ran, ``cached`` if it did not.
     seconds: float
-    summary: str
+    summary: str  # Result in a few words.
 
 
 def joint_status(calls: Sequence[tuple[str, StageStatus]]) -> StageStatus:
@@ -156,22 +148,18 @@ def joint_status(calls: Sequence[tuple[str, StageStatus]]) -> StageStatus:
 
 
 class DeferredProgress:
-    """``Watcher`` that collects the ends of stages, for a report in another process by :func:`relay_progress`."""
+    """``Watcher`` that collects the ends of stages, for a report in another process by :func:`relay_progress`.
+
+    It ignores everything else, because each stage will have ended before it is reported.
+    """
 
     def __init__(self) -> None:
         self.stages: tuple[StageEnd, ...] = ()
 
-    def on_message(self, text: str) -> None:
-        """Do nothing, because the process that the user watches makes all announcements."""
-
-    def on_start(self, stage: str, subject: str) -> None:
-        """Do nothing, because the stage will have ended before it is reported."""
-
-    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
-        """Do nothing, because the stage will have ended before it is reported."""
-
-    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """Do nothing, because the stage will have ended before it is reported."""
+    def on_message(self, text: str) -> None: ...
+    def on_start(self, stage: str, subject: str) -> None: ...
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None: ...
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None: ...
 
     def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         self.stages += (StageEnd(stage, subject, status, seconds, summary),)
@@ -234,7 +222,7 @@ def join_progress(stage: str, subject: str, sizes: Sequence[int]) -> Iterator[St
 
 
 class _JointProgress:
-    """``Watcher`` of several calls that reports their joint progress to the outer watcher."""
+    """``Watcher`` of several calls that reports their joint progress, which is a count, to the outer watcher."""
 
     def __init__(self, stage: str, sizes: Sequence[int]) -> None:
         self._stage = stage
@@ -244,8 +232,8 @@ class _JointProgress:
         self._outer_context = copy_context()
         self.has_built = False
 
-    def on_message(self, text: str) -> None:
-        """Do nothing, because stages make no announcements."""
+    def on_message(self, text: str) -> None: ...
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None: ...
 
     def on_start(self, stage: str, subject: str) -> None:
         self._total = 0
@@ -257,9 +245,6 @@ class _JointProgress:
         remaining = round(total * sum(self._remaining_sizes[1:]) / self._remaining_sizes[0])
         before = self._completed_before
         self._outer_context.run(advance, before + count, before + total + remaining, unit)
-
-    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """Do nothing, because joint progress is a count."""
 
     def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         if stage != self._stage:

@@ -50,8 +50,14 @@ from mergegate.tasks.base.stage.dry_run_pass import WorkRequired, is_dry_pass, r
 from mergegate.tasks.base.stage.input_guard import pinned_inputs, read_pinned, require_pinned
 from mergegate.tasks.base.stage.limits import declare_stage, within_limit
 from mergegate.tasks.base.stage.progress import StageStatus, report_stage
-from mergegate.tasks.base.stage.project import SHARED_STORE, home, shared_store
-from mergegate.tasks.base.stage.usage import record_stage, running_flow_id, runs_directory
+from mergegate.tasks.base.stage.project import (
+    SHARED_STORE,
+    home,
+    record_stage,
+    running_flow_id,
+    runs_directory,
+    shared_store,
+)
 from mergegate.tasks.base.store import (
     Artifact,
     BuildCallbacks,
@@ -142,10 +148,8 @@ class DeclaredStage(Generic[P, V, A]):
 
     work: Callable[..., V]
 
-    def __init__(
-        self, work: Callable[..., V], first_input: int, name: str, version: int, subject: str | None, **options: Any
-    ) -> None:
-        self.work, self.name, self.version, self._subject, self._options = work, name, version, subject, options
+    def __init__(self, work: Callable[..., V], first_input: int, name: str, version: int, subject: str | None) -> None:
+        self.work, self.name, self.version, self._subject = work, name, version, subject
         declare_stage(name)
         signature = inspect.signature(work)
         self._signature = signature.replace(parameters=list(signature.parameters.values())[first_input:])
@@ -194,23 +198,19 @@ class DeclaredStage(Generic[P, V, A]):
     @cached_property
     def task(self) -> Task[..., Any]:
         """Prefect task of the stage. It is created on first use, because importing Prefect takes long."""
-        from prefect import Task
-        from prefect.cache_policies import NO_CACHE
 
-        def run(call: StageCall) -> State[A]:
-            return self._run(call)
+        def run(call: StageCall) -> tuple[A, str, str]:
+            artifact, status, summary = self._run_and_report(call)
+            if status != "cached":
+                _show(call, artifact, summary)
+            return artifact, status.title(), summary
 
-        return Task(
-            fn=run,
+        return _prefect_task(
+            run,
             name=self.name,
             description=inspect.getdoc(self.work),
             version=str(self.version),
             task_run_name="{call.label}",
-            cache_policy=NO_CACHE,
-            persist_result=False,
-            # Do not retry errors that a user can cause, because they would occur again.
-            retry_condition_fn=lambda task, run, state: state.name not in ("Refused", "Invalid"),
-            **self._options,
         )
 
     def _call(self, earlier: Sequence[StoredValue[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> A:
@@ -231,24 +231,8 @@ class DeclaredStage(Generic[P, V, A]):
     def _key_of(self, inputs: Mapping[str, object]) -> str:
         return stage_key(self.name, self.version, inputs)
 
-    def _run(self, call: StageCall) -> State[A]:
-        """Run the body of the Prefect task. Errors that a user can cause fail the task without a traceback."""
-        from prefect.states import Completed, Failed
-
-        try:
-            artifact, status, summary = self._run_and_report(call)
-        except MergegateError as error:
-            return Failed(name=state_name(error.status), message=str(error), data=error)
-        if status != "cached":
-            _show(call, artifact, summary)
-        return Completed(name=status.title(), message=summary, data=artifact)
-
     def _run_and_report(self, call: StageCall) -> tuple[A, StageStatus, str]:
-        """Run the stage, report it to the watcher, and return the artifact, its status and its summary.
-
-        Raises:
-            Refused: The stage's value stops the flow.
-        """
+        """Run the stage, report it to the watcher, and return the artifact, its status and its summary."""
         report_call = report_stage(self.name, call.subject, call.key)
         with report_call as report, disk_errors_refused(home()), within_limit(self.name):
             artifact, status = self._record_and_run(call)
@@ -259,11 +243,7 @@ class DeclaredStage(Generic[P, V, A]):
         return artifact, status, report.summary
 
     def _record_and_run(self, call: StageCall) -> tuple[A, StageStatus]:
-        """Record the use of the artifact, and open or build it.
-
-        Raises:
-            WorkRequired: In a dry pass, if the artifact is missing or damaged.
-        """
+        """Record the use of the artifact, and open or build it. In a dry pass, building it raises WorkRequired."""
         record_stage(call.name, call.key, call.subject)
         if has_detail_listener():  # Users can compare the digests of two runs to find the input that changed.
             inputs = " · ".join(f"{name} {digest(value)[:8]}" for name, value in call.inputs.arguments.items())
@@ -285,10 +265,6 @@ class DeclaredStage(Generic[P, V, A]):
         raise NotImplementedError
 
     def _build(self, call: StageCall) -> tuple[A, StageStatus]:
-        raise NotImplementedError
-
-    def _store_callbacks(self, call: StageCall) -> tuple[BuildCallbacks, list[str]]:
-        """Return callbacks for :class:`Store`, and the list to which they add the reason of any damage."""
         damage: list[str] = []
 
         def on_damage(reason: str) -> None:
@@ -299,7 +275,11 @@ class DeclaredStage(Generic[P, V, A]):
             log.info("another run is building %s; waiting for it", call.label)
             detail("another run is building %s; waiting for it", call.label)
 
-        return BuildCallbacks(on_wait, on_damage), damage
+        artifact, is_new = self._open_or_build(call, BuildCallbacks(on_wait, on_damage))
+        return artifact, "cached" if not is_new else "rebuilt" if damage else "made"
+
+    def _open_or_build(self, call: StageCall, callbacks: BuildCallbacks) -> tuple[A, bool]:
+        raise NotImplementedError
 
 
 class Stage(DeclaredStage[P, V, Artifact[V]]):
@@ -363,9 +343,8 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
     def _key_of(self, inputs: Mapping[str, object]) -> str:
         return stage_key(self.name, self.version, inputs, self._apart)
 
-    def _build(self, call: StageCall) -> tuple[Artifact[V], StageStatus]:
-        callbacks, damage = self._store_callbacks(call)
-        artifact, is_new = store().build(
+    def _open_or_build(self, call: StageCall, callbacks: BuildCallbacks) -> tuple[Artifact[V], bool]:
+        return store().build(
             self.name,
             call.key,
             self.value_type,
@@ -378,7 +357,6 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
             resumable=self._resumable,
             callbacks=replace(callbacks, hashes_of=self._hashes_of),
         )
-        return artifact, _status(is_new, damage)
 
 
 class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
@@ -387,20 +365,12 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
     def __init__(self, work: Callable[P, V], **declared: Any) -> None:
         super().__init__(work, 0, **declared)
 
-    def _build(self, call: StageCall) -> tuple[StoredValue[V], StageStatus]:
-        callbacks, damage = self._store_callbacks(call)
-        value, is_new = store().build_value(
-            self.name,
-            call.key,
-            self.value_type,
-            lambda: read_pinned(
-                call.inputs.arguments,
-                store().hashes,
-                lambda: self.work(*call.inputs.args, **call.inputs.kwargs),
-            ),
-            callbacks,
-        )
-        return value, _status(is_new, damage)
+    def _open_or_build(self, call: StageCall, callbacks: BuildCallbacks) -> tuple[StoredValue[V], bool]:
+        def work() -> V:
+            return self.work(*call.inputs.args, **call.inputs.kwargs)
+
+        make = functools.partial(read_pinned, call.inputs.arguments, store().hashes, work)
+        return store().build_value(self.name, call.key, self.value_type, make, callbacks)
 
     def _open(self, call: StageCall) -> StoredValue[V]:
         return store().open_value(self.name, call.key, self.value_type)
@@ -426,7 +396,6 @@ def stage(
     hashes_of: Callable[[Any], Mapping[str, str]] = lambda value: {},
     resumable: bool = False,
     apart: str | None = None,
-    retries: int = 0,
 ) -> Callable[[Callable[Concatenate[Path, P], V]], Stage[P, V]]:
     """Declare a stage that writes files.
 
@@ -440,7 +409,6 @@ def stage(
         resumable: Whether the stage can resume from the files of a killed run. Default: false.
         apart: Name of the one parameter in which the artifacts of a family differ (see ``Stage.family``). The stage's
             value must have a field of the same name. Default: none.
-        retries: Number of retries after a failure other than invalid input or a refusal. Default: 0.
     """
     return lambda work: Stage(
         work,
@@ -450,7 +418,6 @@ def stage(
         name=name,
         version=version,
         subject=subject,
-        retries=retries,
     )
 
 
@@ -487,14 +454,9 @@ def step(name: str, *, is_done: Callable[P, bool] | None = None) -> Callable[[Ca
     def declare(work: Callable[P, S]) -> Callable[P, S]:
         signature = inspect.signature(work)
 
-        def run(call: StageCall) -> State[S]:
-            from prefect.states import Completed, Failed
-
-            try:
-                value = run_and_report(call)
-            except MergegateError as error:
-                return Failed(name=state_name(error.status), message=str(error), data=error)
-            return Completed(name="Made" if value.new else "Unchanged", message=value.summary(), data=value)
+        def run(call: StageCall) -> tuple[S, str, str]:
+            value = run_and_report(call)
+            return value, "Made" if value.new else "Unchanged", value.summary()
 
         def run_and_report(call: StageCall) -> S:
             with report_stage(name, "") as report, disk_errors_refused(home()), within_limit(name):
@@ -503,17 +465,7 @@ def step(name: str, *, is_done: Callable[P, bool] | None = None) -> Callable[[Ca
                 report.status, report.summary = ("made" if value.new else "cached"), value.summary()
             return value
 
-        @functools.cache
-        def task() -> Task[..., Any]:
-            from prefect import Task
-            from prefect.cache_policies import NO_CACHE
-
-            return Task(
-                fn=run,
-                name=name,
-                cache_policy=NO_CACHE,
-                persist_result=False,
-            )
+        task = functools.cache(lambda: _prefect_task(run, name=name))
 
         @functools.wraps(work)
         def call_step(*args: P.args, **kwargs: P.kwargs) -> S:
@@ -529,6 +481,25 @@ def step(name: str, *, is_done: Callable[P, bool] | None = None) -> Callable[[Ca
         return call_step
 
     return declare
+
+
+def _prefect_task(run: Callable[[StageCall], tuple[Any, str, str]], **settings: Any) -> Task[..., Any]:
+    """Return a Prefect task for ``run``, which returns a value, the name of the final state and a message.
+
+    Errors that a user can cause fail the task without a traceback.
+    """
+    from prefect import Task
+    from prefect.cache_policies import NO_CACHE
+    from prefect.states import Completed, Failed
+
+    def run_task(call: StageCall) -> State[Any]:
+        try:
+            value, state, message = run(call)
+        except MergegateError as error:
+            return Failed(name=state_name(error.status), message=str(error), data=error)
+        return Completed(name=state, message=message, data=value)
+
+    return Task(fn=run_task, cache_policy=NO_CACHE, persist_result=False, **settings)
 
 
 # ID of the running flow, and the Prefect states of its stages by the digest of each stage's result.
@@ -591,10 +562,6 @@ def _empty(directory: Path) -> None:
     """Remove everything from ``directory``, including the files from which a stage could resume."""
     shutil.rmtree(directory)
     directory.mkdir()
-
-
-def _status(is_new: bool, damage: Sequence[str]) -> StageStatus:
-    return "cached" if not is_new else "rebuilt" if damage else "made"
 
 
 def _show(call: StageCall, artifact: StoredValue[Any], summary: str) -> None:

@@ -5,6 +5,11 @@
     collected = collect_garbage(root, runs, RetentionRule(grace_s=86_400.0))
     collected.plan.removals, collected.bytes_freed
 
+An entry stays while a run needs it (see ``runs_that_count``). Each run records every entry that it requests from the
+store, including cache hits, so entries need not refer to each other. The other entries are removed, least recently used
+first, if they are older than a grace period, or until the store meets a quota. ``plan_retention`` decides this without
+accessing the disk.
+
 Only one collector works at a time; a second one waits. The collector locks the key of each entry, skips entries that
 another process has locked, moves the entry into ``.trash`` in one step, and deletes it there. A collector that is
 killed therefore never leaves an incomplete artifact under its final name. The next collector empties the trash.
@@ -17,9 +22,8 @@ record, or the run finds the artifact missing and builds it again. Neither waits
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,29 +33,67 @@ from mergegate.merge_core.files import (
     HashMemo,
     fsync,
     hold_lock,
-    is_temporary,
     regular_files,
     remove_any,
     state_directory,
     try_open_locked,
 )
-from mergegate.tasks.base.store.inspection import directory_bytes
-from mergegate.tasks.base.store.retention import (
-    EntryKind,
-    EntryName,
-    RetentionPlan,
-    RetentionRule,
-    RunUse,
-    StoreEntry,
-    needed_by,
-    plan_retention,
-    runs_that_count,
-)
-from mergegate.tasks.base.store.runs import RunReader
+from mergegate.tasks.base.store.inspection import KEY, EntryKind, directory_bytes, entry_kind
+from mergegate.tasks.base.store.runs import EntryName, RunReader, RunUse, runs_that_count
 from mergegate.tasks.base.store.store import LOCKS, TRASH
 
 _COLLECTION = "collection"  # Name of the collector's lock.
-_KEY = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class StoreEntry:
+    """File or directory in a store that can be removed separately."""
+
+    stage: str  # Name of the stage, or an empty string for an entry at the top of the store.
+    name: str
+    key: str  # First 32 hex digits of the key, or an empty string if the name does not contain a key.
+    kind: EntryKind
+    bytes: int
+    used: float  # Time of creation or last use, in seconds since the epoch.
+
+    @property
+    def entry_name(self) -> EntryName:
+        return EntryName(self.stage, self.key)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no run reads the entry, even if a run needs the artifact of the same key."""
+        return self.kind == "left over"
+
+
+@dataclass(frozen=True)
+class RetentionRule:
+    """Limits on the age and the total size of entries that no run needs."""
+
+    grace_s: float | None  # Seconds without use after which an entry is removed. None: no age limit.
+    # Size limit of the whole store in bytes. Above it, the least recently used entries are removed regardless of age.
+    # None: no limit.
+    quota: int | None = None
+
+
+@dataclass(frozen=True)
+class RetentionPlan:
+    """Entries to remove and to keep, each with the reason, least recently used first.
+
+    ``bytes_before`` and ``bytes_after`` are the size of the whole store before and after the removals. ``quota`` is its
+    limit in bytes, or None.
+    """
+
+    removals: tuple[tuple[StoreEntry, str], ...]
+    retained: tuple[tuple[StoreEntry, str], ...]
+    bytes_before: int
+    bytes_after: int
+    quota: int | None = None
+
+    @property
+    def over_quota(self) -> int:
+        """Number of bytes by which the store exceeds the quota after the removals. 0 if it meets the quota."""
+        return max(0, self.bytes_after - self.quota) if self.quota is not None else 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +112,7 @@ def list_store(root: Path) -> tuple[StoreEntry, ...]:
             continue
         if directory.is_dir() and not directory.is_symlink():
             for path in sorted(directory.iterdir()):
-                if (kind := _kind(path)) is not None:
+                if (kind := entry_kind(path)) is not None:
                     entries.append(_entry(directory.name, path, kind))
     return tuple(entry for entry in entries if entry is not None)
 
@@ -195,7 +237,6 @@ def _empty_trash(root: Path) -> None:
 
 
 def _entry(stage: str, path: Path, kind: EntryKind) -> StoreEntry | None:
-    key = path.name[:32]
     try:
         used = path.lstat().st_mtime
         if kind == "unfinished":  # A growing journal does not change the modification time of its directory.
@@ -203,16 +244,66 @@ def _entry(stage: str, path: Path, kind: EntryKind) -> StoreEntry | None:
         size = directory_bytes(path)
     except FileNotFoundError:
         return None
-    return StoreEntry(stage, path.name, key if _KEY.fullmatch(key) else "", kind, size, used)
+    return StoreEntry(stage, path.name, path.name[:32] if KEY.match(path.name) else "", kind, size, used)
 
 
-def _kind(path: Path) -> EntryKind | None:
-    """Return the kind of an entry, or None if mergegate did not create it and must not remove it."""
-    name = path.name
-    if name.endswith(".doomed") and _KEY.match(name):
-        return "left over"
-    if is_temporary(path):
-        return "unfinished" if path.is_dir() and not path.is_symlink() else "left over"
-    if path.is_symlink() or not _KEY.fullmatch(name.removesuffix(".json")):
-        return None
-    return "value" if name.endswith(".json") else "artifact" if path.is_dir() else None
+def needed_by(runs: Sequence[RunUse], counting: Mapping[str, str]) -> dict[EntryName, str]:
+    """Return the entries that the runs in ``counting`` used, each with the strongest reason to keep it."""
+    needed: dict[EntryName, str] = {}
+    by_id = {run.run: run for run in runs}
+    for run_id, why in counting.items():
+        for name in by_id[run_id].used:
+            if name not in needed or _rank(why) < _rank(needed[name]):
+                needed[name] = why
+    return needed
+
+
+def plan_retention(
+    entries: Iterable[StoreEntry],
+    reasons_to_keep: Mapping[EntryName, str],
+    rule: RetentionRule,
+    now: float,
+    *,
+    other_bytes: int = 0,
+    busy: Collection[tuple[str, str]] = (),
+) -> RetentionPlan:
+    """Decide which entries to remove.
+
+    Args:
+        entries: Entries of the store.
+        reasons_to_keep: Entries that must stay, each with the reason.
+        rule: Grace period and quota.
+        now: Current time in seconds since the epoch. If the clock was set back, an entry may have a later time of use.
+            It then counts as used now.
+        other_bytes: Size in bytes of the parts of the store that are not entries, such as its databases.
+        busy: Stage and name of each entry that another process has locked. These entries stay.
+    """
+    oldest_first = sorted(entries, key=lambda entry: (entry.used, entry.stage, entry.name))
+    size = before = other_bytes + sum(entry.bytes for entry in oldest_first)
+    removals: list[tuple[StoreEntry, str]] = []
+    retained: list[tuple[StoreEntry, str]] = []
+    for entry in oldest_first:
+        age = max(0.0, now - entry.used)
+        if (why := reasons_to_keep.get(entry.entry_name)) and not entry.is_unused:
+            retained.append((entry, why))
+        elif (entry.stage, entry.name) in busy:
+            retained.append((entry, "in use"))
+        elif rule.grace_s is not None and age >= rule.grace_s:
+            removals.append((entry, _unused_for(age)))
+            size -= entry.bytes
+        elif rule.quota is not None and size > rule.quota:
+            removals.append((entry, f"over the quota; {_unused_for(age)}"))
+            size -= entry.bytes
+        else:
+            retained.append((entry, "in its grace period" if rule.grace_s is not None else "within the quota"))
+    return RetentionPlan(tuple(removals), tuple(retained), before, size, rule.quota)
+
+
+def _rank(why: str) -> tuple[int, str]:
+    order = ("in use", "release of", "last runs of")
+    return next((rank for rank, prefix in enumerate(order) if why.startswith(prefix)), len(order)), why
+
+
+def _unused_for(age: float) -> str:
+    days = age / 86_400.0
+    return f"not used for {days:.0f} days" if days >= 1.95 else f"not used for {age / 3600.0:.1f} hours"

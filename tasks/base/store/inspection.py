@@ -39,12 +39,13 @@ from mergegate.tasks.base.store.manifest import MANIFEST, ArtifactManifest, Valu
 from mergegate.tasks.base.store.shared import OUTBOX
 from mergegate.tasks.base.store.store import LOCKS, TRASH
 
-_KEY = re.compile("[0-9a-f]{32}")
+KEY = re.compile("[0-9a-f]{32}")  # Beginning of the key of an artifact, which names it in the store.
 _STAGE = re.compile("[a-z][a-z_-]*")  # Directory name of a stage.
 # Unfinished work that no run has resumed for this long belongs to inputs that are no longer merged.
 _ABANDONED_S = 30 * 86_400.0
 _DATABASE_PATIENCE_S = 2.0
 
+EntryKind = Literal["artifact", "value", "unfinished", "left over"]
 FindingKind = Literal["damaged", "set aside", "unfinished", "abandoned", "left over", "foreign"]
 
 
@@ -98,7 +99,7 @@ def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
         else:
             for entry in sorted(path.iterdir()):
                 if not _is_held(root / LOCKS / f"{path.name}-{entry.name[:32]}"):
-                    yield from _entry(entry, deep)
+                    yield from _examine_entry(entry, deep)
 
 
 def examine_database(database: Path) -> Iterator[StateFinding]:
@@ -138,7 +139,7 @@ def mend_state(finding: StateFinding) -> str:
         return "removed"
     if finding.path.suffix in (".sqlite", ".db"):
         remove_sqlite(finding.path, finding.explanation)
-    elif _KEY.fullmatch(finding.path.name.removesuffix(".json")):  # An entry of the store.
+    elif KEY.fullmatch(finding.path.name.removesuffix(".json")):  # An entry of the store.
         remove_any(finding.path)
     else:
         set_aside_damaged(finding.path, finding.explanation)
@@ -163,54 +164,65 @@ def directory_bytes(path: Path) -> int:
     return size
 
 
-def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
-    fault = ""
+def entry_kind(path: Path) -> EntryKind | None:
+    """Return the kind of an entry of a stage, or None if mergegate did not create it and must not remove it."""
+    if is_temporary(path):
+        return "unfinished" if path.is_dir() and not path.is_symlink() else "left over"
+    if path.is_symlink() or not KEY.fullmatch(path.name.removesuffix(".json")):
+        return None
+    return "value" if path.suffix else "artifact" if path.is_dir() else None
+
+
+def _examine_entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
+    kind, fault = entry_kind(entry), ""
     if (leftover := leftover_finding(entry)) is not None:
         yield leftover
-    elif not _KEY.match(entry.name):
+    elif not KEY.match(entry.name):
         yield _foreign(entry)
-    elif entry.name.endswith(".doomed"):
-        yield StateFinding("left over", entry, "marked for removal", directory_bytes(entry))
-    elif entry.name.endswith(".partial"):
+    elif kind == "unfinished":
         age = time.time() - entry.stat().st_mtime
-        kind: FindingKind = "abandoned" if age > _ABANDONED_S else "unfinished"
-        yield StateFinding(kind, entry, f"last changed {age / 86_400:.0f} days ago", directory_bytes(entry))
-    elif not _KEY.fullmatch(entry.name.removesuffix(".json")):
-        fault = "not the name of an artifact"
-    elif entry.name.endswith(".json"):
-        record = read_state(entry, ValueRecord.model_validate_json)
-        if isinstance(record, Damaged):
-            fault = record.reason
-        elif record is not None and not record.key.startswith(entry.stem):
-            fault = "it belongs to another key"
-        elif record is not None and record.sha256 != digest(record.value):
-            fault = "it was altered"
-    elif entry.is_symlink() or not entry.is_dir():
-        fault = "not a directory"
+        condition: FindingKind = "abandoned" if age > _ABANDONED_S else "unfinished"
+        yield StateFinding(condition, entry, f"last changed {age / 86_400:.0f} days ago", directory_bytes(entry))
+    elif kind == "value":
+        fault = _value_fault(entry)
+    elif kind == "artifact":
+        fault = _artifact_fault(entry, deep)
     else:
-        manifest = read_state(entry / MANIFEST, ArtifactManifest.model_validate_json)
-        if manifest is None:
-            fault = f"{MANIFEST} is missing"
-        elif isinstance(manifest, Damaged):
-            fault = f"{MANIFEST}: {manifest.reason}"
-        elif not manifest.key.startswith(entry.name):
-            fault = "it belongs to another key"
-        else:
-            present, special = regular_files(entry)
-            for name, file in manifest.files.items():
-                path = entry / name
-                if name not in present or path.stat().st_size != file.size:
-                    fault = fault or f"{name} is missing or has another size"
-                    continue
-                try:
-                    if deep and not fault and sha256_file(path) != file.sha256:
-                        fault = f"{name} was altered"
-                except OSError as error:
-                    fault = f"{name} cannot be read: {error.strerror}"
-            if extra := (present | special) - {MANIFEST, *manifest.files}:
-                fault = fault or f"{min(extra)} is not part of this artifact"
+        is_named = KEY.fullmatch(entry.name.removesuffix(".json"))
+        fault = "not a directory" if is_named else "not the name of an artifact"
     if fault:
         yield damaged_finding(entry, fault)
+
+
+def _value_fault(file: Path) -> str:
+    record = read_state(file, ValueRecord.model_validate_json)
+    if isinstance(record, Damaged):
+        return record.reason
+    if record is not None and not record.key.startswith(file.stem):
+        return "it belongs to another key"
+    return "it was altered" if record is not None and record.sha256 != digest(record.value) else ""
+
+
+def _artifact_fault(directory: Path, deep: bool) -> str:
+    manifest = read_state(directory / MANIFEST, ArtifactManifest.model_validate_json)
+    if manifest is None:
+        return f"{MANIFEST} is missing"
+    if isinstance(manifest, Damaged):
+        return f"{MANIFEST}: {manifest.reason}"
+    if not manifest.key.startswith(directory.name):
+        return "it belongs to another key"
+    present, special = regular_files(directory)
+    for name, file in manifest.files.items():
+        path = directory / name
+        if name not in present or path.stat().st_size != file.size:
+            return f"{name} is missing or has another size"
+        try:
+            if deep and sha256_file(path) != file.sha256:
+                return f"{name} was altered"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    extra = (present | special) - {MANIFEST, *manifest.files}
+    return f"{min(extra)} is not part of this artifact" if extra else ""
 
 
 def _is_held(lock: Path) -> bool:

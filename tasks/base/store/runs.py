@@ -1,4 +1,4 @@
-"""Record which artifacts each run uses, so that garbage collection keeps them.
+"""Record which artifacts each run uses, so that garbage collection keeps them, and decide which runs count.
 
 ::
 
@@ -19,19 +19,44 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mergegate.merge_core.files import Damaged, lock_file, read_state, remove_damaged, state_directory, try_open_locked
-from mergegate.tasks.base.store.retention import EntryName, RunUse, runs_that_count
 
+# Number of recent runs to keep for each profile. With two, one failed run does not discard the results before it.
+LAST_RUNS = 2
+RELEASED = "released"
 _SUFFIX = ".jsonl"
 _KEY_DIGITS = 32  # Number of hex digits of a key in the name of its artifact.
-_KEY = re.compile("[0-9a-f]{32}")
 _RUN = re.compile("[A-Za-z0-9_-]{1,100}")
+
+
+class EntryName(NamedTuple):
+    """Stage of an entry and the first 32 hex digits of its key."""
+
+    stage: str
+    key: str
+
+
+@dataclass(frozen=True)
+class RunUse:
+    """A run and the entries that it requested from the store."""
+
+    run: str
+    flow: str
+    profile: str  # Name of the profile, or an empty string for a run without one.
+    started: float  # Start time in seconds since the epoch.
+    status: str  # Final status, or an empty string if the run is in progress or was killed.
+    judged: bool  # Whether the run got far enough that the next run of the profile will need the same entries.
+    is_live: bool  # Whether the run is in progress.
+    # For each entry that the run used, the subject that the run recorded for it, such as a model, or an empty string.
+    used: Mapping[EntryName, str]
+    bytes_created: int = 0  # Total size in bytes of the artifacts that the run created.
 
 
 @dataclass
@@ -103,6 +128,30 @@ def read_runs(runs: Path, run: str = "*") -> tuple[RunUse, ...]:
     return RunReader(runs, run).read()
 
 
+def runs_that_count(runs: Iterable[RunUse]) -> dict[str, str]:
+    """Return the runs whose entries must be kept, as a dict from run ID to reason.
+
+    For each flow and profile, these are the runs in progress; the last run, even if it was killed, because the next run
+    resumes it; the last two judged runs; and the last run that published, because its merge is the champion.
+    """
+    by_profile: dict[tuple[str, str], list[RunUse]] = defaultdict(list)
+    for run in runs:
+        by_profile[run.flow, run.profile].append(run)
+    counting: dict[str, str] = {}
+    for (_, profile), group in sorted(by_profile.items()):
+        group.sort(key=lambda run: (run.started, run.run))
+        if profile:
+            judged = [run for run in group if run.judged]
+            for run in (*judged[-LAST_RUNS:], group[-1]):
+                counting[run.run] = f"last runs of {profile}"
+            for run in [run for run in judged if run.status == RELEASED][-1:]:
+                counting[run.run] = f"release of {profile}"
+        for run in group:
+            if run.is_live:
+                counting[run.run] = f"in use by a run of {profile}" if profile else "in use"
+    return counting
+
+
 def forget_runs(runs: Path, profile: str | None = None) -> int:
     """Delete the records of all ended runs of ``profile``, and return how many were deleted.
 
@@ -168,18 +217,17 @@ def _parse(content: bytes) -> RunUse:
             line = json.loads(text)
         except ValueError:  # A kill may leave an incomplete line.
             continue
-        if not isinstance(line, dict):
-            continue
-        if isinstance(line.get("run"), str):
-            header = {**line, **header}  # Keep the time of the first start.
-            end = {}  # The run was suspended and continues.
-        elif "ended" in line:
-            end = line
-        elif isinstance(line.get("made"), int):
-            bytes_created += max(0, line["made"])
-        elif isinstance(line.get("stage"), str) and _KEY.fullmatch(str(line.get("key"))):
-            name = EntryName(line["stage"], line["key"])
-            used[name] = str(line.get("subject") or used.get(name, ""))
+        match line:
+            case {"run": _}:
+                header = {**line, **header}  # Keep the time of the first start.
+                end = {}  # The run was suspended and continues.
+            case {"ended": _}:
+                end = line
+            case {"made": int(size)}:
+                bytes_created += size
+            case {"stage": str(stage), "key": str(key)}:
+                name = EntryName(stage, key)
+                used[name] = str(line.get("subject") or used.get(name, ""))
     return RunUse(
         run=str(header["run"]),
         flow=str(header["flow"]),

@@ -56,22 +56,14 @@ T = TypeVar("T")
 
 @dataclass
 class SharedStore:
-    """Client of the shared store at ``address``, for one local store.
+    """Client of the shared store at ``address``, for one local store."""
 
-    Args:
-        address: Address in fsspec's form, such as ``s3://bucket/prefix`` or ``file:///mnt/shared``.
-        root: Directory of the local store.
-        max_bytes: Size limit in bytes. Larger artifacts are not shared.
-        stages_without_lease: Stages whose artifacts may exceed ``max_bytes``. Machines build these without waiting for
-            each other.
-        lease_s: Duration of a lease in seconds. Default: 120.
-    """
-
-    address: str
-    root: Path
-    max_bytes: int
+    address: str  # Address in fsspec's form, such as ``s3://bucket/prefix`` or ``file:///mnt/shared``.
+    root: Path  # Directory of the local store.
+    max_bytes: int  # Size limit in bytes. Larger artifacts are not shared.
+    # Stages whose artifacts may exceed ``max_bytes``. Machines build these without waiting for each other.
     stages_without_lease: frozenset[str] = frozenset()
-    lease_s: float = LEASE_S
+    lease_s: float = LEASE_S  # Duration of a lease in seconds. Default: 120.
     _unusable_until: float = 0.0
     _leases: dict[tuple[str, str], _Lease | None] = field(default_factory=dict)
     _sender: ThreadPoolExecutor | None = None

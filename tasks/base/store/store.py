@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -87,29 +88,37 @@ class Artifact(StoredValue[R]):
 
 @dataclass(frozen=True)
 class BuildCallbacks:
-    """Callbacks for :meth:`Store.build` and :meth:`Store.build_value`.
+    """Callbacks for :meth:`Store.build` and :meth:`Store.build_value`."""
 
-    Attributes:
-        on_wait: Called once if another process is building the same result.
-        on_damage: Called with the reason if the stored result is damaged and has to be built again.
-        hashes_of: Called with the built value. Returns the sha256, by name, of files that the build hashed while
-            writing them. The store does not hash these files again.
-    """
-
-    on_wait: Callable[[], None] = lambda: None
+    on_wait: Callable[[], None] = lambda: None  # Called once if another process is building the same result.
+    # Called with the reason if the stored result is damaged and has to be built again.
     on_damage: Callable[[str], None] = log.warning
+    # Called with the built value. Returns the sha256, by name, of files that the build hashed while writing them. The
+    # store does not hash these files again.
     hashes_of: Callable[[Any], Mapping[str, str]] = lambda value: {}
 
 
 @dataclass(frozen=True)
 class _Entry(Generic[T]):
-    """Path of one result in the store, and functions that find it (or return None) and create it."""
+    """Path of one result in the store, and functions that open it (or raise StoreMiss) and create it."""
 
     stage: str
     key: str
     path: Path
-    find: Callable[[], T | None]
-    create: Callable[[], T]
+    open: Callable[[], T]
+    create: Callable[[], None]
+    callbacks: BuildCallbacks
+
+    def find(self) -> T | None:
+        """Return the result, or None if the store has no intact one. A damaged one is removed."""
+        try:
+            return self.open()
+        except StoreMiss as miss:
+            detail("store: %s", miss)
+            if os.path.lexists(self.path):
+                remove_any(self.path)
+                self.callbacks.on_damage(f"{miss}; removed")
+            return None
 
 
 class Store:
@@ -268,20 +277,13 @@ class Store:
         """
         final = self.directory(stage, key)
 
-        def find() -> Artifact[R] | None:
-            try:
-                artifact = self.open(stage, key, value_type)
-            except StoreMiss as miss:
-                detail("store: %s", miss)
-                if os.path.lexists(final):
-                    remove_any(final)
-                    callbacks.on_damage(f"{miss}; removed")
-                return None
-            # A run that was killed just after the rename leaves its journal.
+        def open_artifact() -> Artifact[R]:
+            artifact = self.open(stage, key, value_type)
+            # The journal goes last, so that a kill before the rename loses no completed work.
             (final / JOURNAL).unlink(missing_ok=True)
             return artifact
 
-        def create() -> Artifact[R]:
+        def create() -> None:
             partial = final.with_name(final.name + ".partial")
             state_directory(partial.parent)
             if not resumable or partial.is_symlink():
@@ -297,21 +299,19 @@ class Store:
             self._seal(stage, key, partial, value, callbacks.hashes_of(value))
             partial.rename(final)
             fsync(final.parent)
-            # Remove the journal last, so that a kill before the rename loses no completed work.
-            (final / JOURNAL).unlink(missing_ok=True)
-            return self.open(stage, key, value_type)
 
-        return self._find_or_create(_Entry(stage, key, final, find, create), callbacks.on_wait)
+        return self._find_or_create(_Entry(stage, key, final, open_artifact, create, callbacks))
 
-    def _find_or_create(self, entry: _Entry[T], on_wait: Callable[[], None]) -> tuple[T, bool]:
+    def _find_or_create(self, entry: _Entry[T]) -> tuple[T, bool]:
         """Find the result locally or in the shared store, or create it. Return it and whether this call created it."""
         stage, key, path, shared = entry.stage, entry.key, entry.path, self.shared
-        with hold_lock(self._lock_file(stage, key), remove=True, on_wait=on_wait):
+        with hold_lock(self._lock_file(stage, key), remove=True, on_wait=entry.callbacks.on_wait):
             if (cached := entry.find()) is not None:
                 detail("store: found %s", path)
                 return cached, False
             if shared is None:
-                return entry.create(), True
+                entry.create()
+                return entry.open(), True
             detail("shared store: requesting %s %s", stage, key[:12])
             fetched: list[T] = []
 
@@ -324,10 +324,11 @@ class Store:
                         shared.discard(stage, key)
                 return bool(fetched)
 
-            with shared.reserve(stage, key, try_fetch, on_wait) as is_fetched:
+            with shared.reserve(stage, key, try_fetch, entry.callbacks.on_wait) as is_fetched:
                 if is_fetched:
                     return fetched[0], False
-                result = entry.create()
+                entry.create()
+                result = entry.open()
                 shared.offer(stage, key, path)
                 return result, True
 
@@ -342,26 +343,16 @@ class Store:
         """Return the value with this key, or compute it. Works as :meth:`build` for a stage that writes no files."""
         path = self._value_file(stage, key)
 
-        def find() -> StoredValue[R] | None:
-            try:
-                return self.open_value(stage, key, value_type)
-            except StoreMiss as miss:
-                detail("store: %s", miss)
-                if os.path.lexists(path):
-                    remove_any(path)
-                    callbacks.on_damage(f"{miss}; removed")
-                return None
-
-        def create() -> StoredValue[R]:
+        def create() -> None:
             value = make()
             plain = json.loads(value.model_dump_json())
             content = _content_digest({}, value)
             record = {"stage": stage, "key": key, "digest": content, "sha256": digest(plain), "value": plain}
             state_directory(path.parent)
             write_state(path, json.dumps(record, indent=1).encode())
-            return self.open_value(stage, key, value_type)
 
-        return self._find_or_create(_Entry(stage, key, path, find, create), callbacks.on_wait)
+        open_value = partial(self.open_value, stage, key, value_type)
+        return self._find_or_create(_Entry(stage, key, path, open_value, create, callbacks))
 
     def mark_used(self, stage: str, key: str) -> None:
         """Set the time of last use to now, because garbage collection removes the least recently used entries first."""

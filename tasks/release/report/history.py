@@ -151,17 +151,11 @@ class RunRecord(_RecordPart):
 
 @dataclass(frozen=True)
 class History:
-    """Past runs of a project.
+    """Past runs of a project."""
 
-    Args:
-        records: Runs in the order in which they ended.
-        damaged: Number of lines that cannot be read. 1 if the file itself cannot be read.
-        why: Reason why the file cannot be read, or an empty string.
-    """
-
-    records: tuple[RunRecord, ...] = ()
-    damaged: int = 0
-    why: str = ""
+    records: tuple[RunRecord, ...] = ()  # runs in the order in which they ended
+    damaged: int = 0  # Number of lines that cannot be read. 1 if the file itself cannot be read.
+    why: str = ""  # reason why the file cannot be read, or an empty string
 
     def runs_of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
         """Return the runs of a flow with a profile."""
@@ -189,9 +183,6 @@ def append_record(reports: Path, history: History, record: RunRecord) -> History
     """Add a run to the history, without damaged lines and old runs, and return the result.
 
     The caller must hold the lock and must have read ``history`` under it.
-
-    Raises:
-        OSError: The history cannot be written.
     """
     counts: Counter[tuple[str, str]] = Counter()
     newest_first: list[RunRecord] = []
@@ -205,11 +196,7 @@ def append_record(reports: Path, history: History, record: RunRecord) -> History
 
 
 def mend_history(reports: Path) -> None:
-    """Remove damaged lines from the history.
-
-    Raises:
-        OSError: The history cannot be written.
-    """
+    """Remove damaged lines from the history."""
     with hold_lock(reports / LOCK, required=False):
         _write(reports, read_history(reports).records)
 
@@ -291,7 +278,6 @@ def format_run_time(record: RunRecord) -> str:
 
 
 def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
-    """Return sentences about changes in parents, recipe, limits, scores and variants, in this order."""
     # One sentence for each training run covers its checkpoints, their weights, and the name of the last one.
     same_runs = len(last.windows) == len(now.windows)
     windows = tuple(zip(last.windows, now.windows, strict=True)) if same_runs else ()
@@ -417,8 +403,6 @@ def _ratio(value: float | None) -> str:
 
 
 def _limited(sentences: list[str], subject: str) -> list[str]:
-    return (
-        sentences
-        if len(sentences) <= _MAX_SENTENCES
-        else [*sentences[:_MAX_SENTENCES], f"{len(sentences) - _MAX_SENTENCES} more {subject} changed."]
-    )
+    if len(sentences) <= _MAX_SENTENCES:
+        return sentences
+    return [*sentences[:_MAX_SENTENCES], f"{len(sentences) - _MAX_SENTENCES} more {subject} changed."]

@@ -43,38 +43,24 @@ _LEFT, _RIGHT, _HEAD, _FOOT = 44, 6, 12, 24  # margins around the values of a ch
 
 @dataclass(frozen=True)
 class Series:
-    """One line in a chart, or one part of all bars.
+    """One line in a chart, or one part of all bars."""
 
-    Args:
-        name: Name in the legend.
-        style: CSS of the line or of the part.
-        values: Value of each run. None means that the run has no value. A single value is a limit for all runs.
-    """
-
-    name: str
-    style: str
+    name: str  # name in the legend
+    style: str  # CSS of the line or of the part
+    # Value of each run. None means that the run has no value. A single value is a limit for all runs.
     values: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart over runs: lines, or one bar per run that is stacked from the values of all series.
+    """A chart over runs: lines, or one bar per run that is stacked from the values of all series."""
 
-    Args:
-        title: Title, which names the unit.
-        days: Short time of each run.
-        series: Series with one value per run. Only the first ``MAX_SERIES`` are drawn.
-        limits: Dashed lines at values that the series are compared with.
-        explanation: Sentence about how to read the chart.
-        bars: Whether the chart has bars. Negative values are not supported then.
-    """
-
-    title: str
-    days: tuple[str, ...]
-    series: tuple[Series, ...]
-    limits: tuple[Series, ...] = ()
-    explanation: str = ""
-    bars: bool = False
+    title: str  # title, which names the unit
+    days: tuple[str, ...]  # short time of each run
+    series: tuple[Series, ...]  # Series with one value per run. Only the first ``MAX_SERIES`` are drawn.
+    limits: tuple[Series, ...] = ()  # dashed lines at values that the series are compared with
+    explanation: str = ""  # sentence about how to read the chart
+    bars: bool = False  # Whether the chart has bars. Negative values are not supported then.
     from_zero: bool = False
 
     @cached_property

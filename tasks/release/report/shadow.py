@@ -87,32 +87,16 @@ class LostExample(_Part):
 
 
 class ShadowContent(_Part):
-    """All content of the page of a watched release.
-
-    Args:
-        name: Name of the profile.
-        candidate: Version of the candidate.
-        serving: Current routing of requests.
-        reason: Reason for the routing, or the evidence that is still missing, as a sentence.
-        hours: Duration of the watch, in hours.
-        share: Share of the traffic that the candidate receives during the watch.
-        points: Evidence over time. The last point is the current state.
-        waiting: Number of pairs that the next interim look will judge.
-        left_out: Number of recorded pairs that are not judged, by reason.
-        not_recorded: Number of requests that the proxy could not record, by reason.
-        examples: Lost pairs, newest first. They are stored no longer than the records.
-        retention_days: Number of days for which the records are stored.
-        alias: Name of a promoted candidate at its target. Empty without a name.
-    """
+    """All content of the page of a watched release."""
 
     name: str
-    candidate: str
-    serving: Literal["watch", "promoted", "rolled back", "killed"]
-    reason: str
+    candidate: str  # version of the candidate
+    serving: Literal["watch", "promoted", "rolled back", "killed"]  # current routing of requests
+    reason: str  # reason for the routing, or the evidence that is still missing, as a sentence
     looked: float  # Unix time of the last look
-    hours: float = Field(ge=0)
+    hours: float = Field(ge=0)  # duration of the watch, in hours
     mode: Literal["mirror", "split"]
-    share: float = Field(ge=0, le=1)
+    share: float = Field(ge=0, le=1)  # share of the traffic that the candidate receives during the watch
     margin: float  # largest distance of the win rate below 50 %, in points
     confidence: float
     minimum_hours: float
@@ -126,16 +110,16 @@ class ShadowContent(_Part):
     controls: tuple[int, int] = (0, 0)  # control pairs that the judge found, of all
     length_ratio: float | None = None  # length of the candidate's answers relative to the parent's
     cut_off: tuple[float, float] = (0.0, 0.0)  # answers cut off by the token limit in percent: parent, candidate
-    points: tuple[ShadowPoint, ...] = ()
-    waiting: int = Field(default=0, ge=0)
-    left_out: tuple[tuple[str, int], ...] = ()
+    points: tuple[ShadowPoint, ...] = ()  # Evidence over time. The last point is the current state.
+    waiting: int = Field(default=0, ge=0)  # number of pairs that the next interim look will judge
+    left_out: tuple[tuple[str, int], ...] = ()  # number of recorded pairs that are not judged, by reason
     parent_arm: ReportedArm
     candidate_arm: ReportedArm
     errors: str  # comparison of the two servers' errors, as a sentence
-    not_recorded: tuple[tuple[str, int], ...] = ()
-    examples: tuple[LostExample, ...] = ()
-    retention_days: float = 30.0
-    alias: str = ""
+    not_recorded: tuple[tuple[str, int], ...] = ()  # number of requests that the proxy could not record, by reason
+    examples: tuple[LostExample, ...] = ()  # Lost pairs, newest first. They are stored no longer than the records.
+    retention_days: float = 30.0  # number of days for which the records are stored
+    alias: str = ""  # Name of a promoted candidate at its target. Empty without a name.
 
     @property
     def pairs(self) -> int:

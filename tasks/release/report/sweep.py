@@ -61,70 +61,51 @@ class ReportedObjective(BaseModel):
 
 
 class SweepContent(BaseModel):
-    """All content of a sweep's page.
-
-    Args:
-        name: Name of the profile.
-        method: Subject of the search: 'ties of 2 over base'.
-        finished: Whether the search is complete. False if it was stopped and can be resumed.
-        ending: Reason why the search ended before its budget, or why there was no candidate to confirm, as a sentence.
-            Empty if neither happened.
-        parameters: Numbers and categories that the search varies. Each trial's ``point`` holds their values.
-        importances: Importance of each parameter by name. They add up to 1.
-        no_importances: Reason why there are no importances; empty if there are.
-        constraints: A sentence each.
-        winner: Number of the best trial; None if no candidate has a score.
-        reference: Number of the best hand-written trial, which the winner is tested against. For a soup, it can also be
-            the best ingredient.
-        soup: Result for each ingredient of a soup; None if free parameters were searched.
-        front: For several objectives, numbers of the trials that no other trial beats in all objectives.
-        held_out: Scores by trial number on the confirmation documents, which no trial of the search has seen.
-        confirmation: Paired test of the winner against the reference; None if the search did not reach it.
-        power: Gain that the confirmation can detect, estimated before the sweep.
-        sizes: Number of documents by set (``search``, ``confirmation``, ``gate``) and task.
-        racing: Rule that drops hopeless candidates; None if all were scored on all documents.
-        spent_hours: Wall time over all starts of the search.
-        spent_cost: Worker hours at the profile's rate; None if it sets no rate.
-        recipe: Recipe of the winner, as YAML.
-        runner: Description of the runner: 'local, 2 workers'.
-        seconds: Wall time of all trials together, for each part: merge, load, score.
-        reproduce: Shell commands that reproduce the sweep.
-        versions: Names and versions of the libraries.
-    """
+    """All content of a sweep's page."""
 
     # A trial without a score has NaN, which JSON does not support.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     name: str
-    method: str
-    finished: bool = True
+    method: str  # subject of the search: 'ties of 2 over base'
+    finished: bool = True  # Whether the search is complete. False if it was stopped and can be resumed.
+    # Reason why the search ended before its budget, or why there was no candidate to confirm, as a sentence. Empty if
+    # neither happened.
     ending: str = ""
+    # Numbers and categories that the search varies. Each trial's ``point`` holds their values.
     parameters: tuple[Coordinate, ...]
-    importances: Mapping[str, float] = {}
-    no_importances: str = ""
+    importances: Mapping[str, float] = {}  # Importance of each parameter by name. They add up to 1.
+    no_importances: str = ""  # reason why there are no importances; empty if there are
     objectives: tuple[ReportedObjective, ...] = Field(min_length=1)
-    constraints: tuple[str, ...] = ()
+    constraints: tuple[str, ...] = ()  # a sentence each
     trials: tuple[Trial, ...]
-    winner: int | None = None
+    winner: int | None = None  # number of the best trial; None if no candidate has a score
+    # Number of the best hand-written trial, which the winner is tested against. For a soup, it can also be the best
+    # ingredient.
     reference: int | None = None
+    # Result for each ingredient of a soup; None if free parameters were searched.
     soup: SoupResult | None = Field(default=None, exclude_if=lambda soup: soup is None)
+    # For several objectives, numbers of the trials that no other trial beats in all objectives.
     front: tuple[int, ...] = ()
+    # Scores by trial number on the confirmation documents, which no trial of the search has seen.
     held_out: Mapping[int, tuple[float, ...]] = {}
+    # Paired test of the winner against the reference; None if the search did not reach it.
     confirmation: Confirmation | None = None
-    power: ConfirmationPower | None = None
+    power: ConfirmationPower | None = None  # gain that the confirmation can detect, estimated before the sweep
+    # Number of documents by set (``search``, ``confirmation``, ``gate``) and task.
     sizes: Mapping[str, Mapping[str, int]] = {}
-    racing: Racing | None = None
+    racing: Racing | None = None  # rule that drops hopeless candidates; None if all were scored on all documents
     budget: Budget
-    spent_hours: float = 0.0
-    spent_cost: float | None = None
-    recipe: str = ""
+    spent_hours: float = 0.0  # wall time over all starts of the search
+    spent_cost: float | None = None  # worker hours at the profile's rate; None if it sets no rate
+    recipe: str = ""  # recipe of the winner, as YAML
     sampler: str = "cma"
     seed: int = 0
     population: int | None = None
-    runner: str = "local"
-    seconds: Mapping[str, float] = {}
-    reproduce: tuple[str, ...] = ()
-    versions: tuple[str, ...] = ()
+    runner: str = "local"  # description of the runner: 'local, 2 workers'
+    seconds: Mapping[str, float] = {}  # wall time of all trials together, for each part: merge, load, score
+    reproduce: tuple[str, ...] = ()  # shell commands that reproduce the sweep
+    versions: tuple[str, ...] = ()  # names and versions of the libraries
 
     def trial(self, number: int | None) -> Trial | None:
         return next((trial for trial in self.trials if trial.number == number), None)

@@ -4,11 +4,10 @@ Every export is off unless an environment variable enables it. An export that fa
 run. The client of MLflow's REST API serves its model registry, too.
 """
 
-from mergegate.tasks.release.telemetry.json_log import json_log
-from mergegate.tasks.release.telemetry.metrics import export_metrics
-from mergegate.tasks.release.telemetry.trackers import (
+from mergegate.tasks.release.telemetry.exports import (
     MlflowClient,
     MlflowError,
+    export_metrics,
     export_to_trackers,
     member,
     metric_entries,
@@ -16,3 +15,4 @@ from mergegate.tasks.release.telemetry.trackers import (
     param_entries,
     tag_entries,
 )
+from mergegate.tasks.release.telemetry.json_log import json_log

@@ -41,9 +41,6 @@ class JsonLog(logging.Handler):
     """Log handler that writes lines of JSON to ``path``, or to standard error for ``-``.
 
     ``common_fields`` are added to each line: the run, its flow and its profile.
-
-    Raises:
-        OSError: The log file cannot be opened.
     """
 
     def __init__(self, path: str, common_fields: Mapping[str, str]) -> None:
