@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergegate.merge_core.adapters.adapter import NewAdapter, task_type
 from mergegate.merge_core.adapters.application import is_conv1d
 from mergegate.merge_core.adapters.arithmetic import factor_change, read_tensor
 from mergegate.merge_core.adapters.names import StoredNames, split_stored
-from mergegate.merge_core.adapters.output import NewAdapter, task_type
 from mergegate.merge_core.architecture import (
     is_before_layers,
     is_embedding,
