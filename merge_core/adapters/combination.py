@@ -23,10 +23,9 @@ import numpy as np
 
 from mergegate.merge_core.adapters.adapter import PREFIX, Adapter, NewAdapter, task_type
 from mergegate.merge_core.adapters.application import apply_adapter
-from mergegate.merge_core.adapters.arithmetic import LowRankChange, factor_change, factor_sum, read_tensor
-from mergegate.merge_core.adapters.extraction import ModuleError, opened_files
+from mergegate.merge_core.adapters.extraction import LowRankChange, ModuleError, factor_change, factor_sum, opened_files
 from mergegate.merge_core.adapters.names import StoredNames, split_stored
-from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor
+from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor, read_tensor
 from mergegate.merge_core.checkpoint import (
     BY_CODE,
     BY_TORCH_NAME,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from samples import sampled_rows
 
 from mergegate.merge_core.adapters import arithmetic
-from mergegate.merge_core.adapters.arithmetic import Grid, Product
+from mergegate.merge_core.adapters.tensors import Grid, Product
 from mergegate.merge_core.errors import InvalidInput
 
 LINEAR = ["q_proj", "o_proj", "up_proj", "down_proj"]
