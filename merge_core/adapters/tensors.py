@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor, patterns
+from mergegate.merge_core.checkpoint import (
+    AnyTensor,
+    DerivedTensor,
+    ReadElements,
+    ReadStored,
+    StoredTensor,
+    elements_of,
+    patterns,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +63,7 @@ class AdapterOwnTensor(DerivedTensor):
             count = max(0, min(len(memory), self.own.numel - first))
             if count < len(memory):
                 rows_beyond(first, into)
-            memory[:count] = read_whole(self.own, lambda at, part: read(self.own, at, part), first, count)
+            memory[:count] = read_whole(self.own, elements_of(self.own, read), first, count)
 
         return elements
 
@@ -111,7 +119,7 @@ class AdaptedWeight(DerivedTensor):
         else:  # Only the rows of one expert are read from A. Its columns of B are not contiguous, so all of B is read.
             left = b[:, :, self.expert].contiguous().unsqueeze(0)
             count = rank * width
-            own = read_whole(self.a, lambda at, memory: read(self.a, at, memory), self.expert * count, count)
+            own = read_whole(self.a, elements_of(self.a, read), self.expert * count, count)
             right = own.view(1, rank, width).to(numeric)
         scale = self.scale
         if abs(math.frexp(scale)[0]) == 0.5 and 2**-24 <= abs(scale) <= 2**24:
@@ -311,13 +319,6 @@ _FEWEST_ROWS = 16
 # From this size on, the compiled addition is worth loading. For smaller tensors, torch gives the same result.
 _COMPILED_FROM_ELEMENTS = 1 << 20
 _scratch = threading.local()
-
-
-def elements_of(tensor: AnyTensor, read: ReadStored) -> ReadElements:
-    """Return a reader for the elements of ``tensor``. It calls ``read`` to read stored tensors."""
-    if isinstance(tensor, DerivedTensor):
-        return tensor.open(read)
-    return lambda first, into: read(tensor, first, into)
 
 
 def read_whole(tensor: AnyTensor, elements: ReadElements, first: int = 0, count: int | None = None) -> torch.Tensor:

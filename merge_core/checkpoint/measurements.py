@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_header, read_into
+from mergegate.merge_core.checkpoint.safetensors_file import read_header, read_into
+from mergegate.merge_core.checkpoint.tensors import StoredTensor
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 

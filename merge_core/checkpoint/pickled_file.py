@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mergegate.merge_core.checkpoint.dtypes import BY_TORCH_NAME, DType
-from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.checkpoint.tensors import BY_TORCH_NAME, DType, StoredTensor
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import check_zip_directory, open_plain, parsing_errors
 

@@ -20,9 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mergegate.merge_core.checkpoint.dtypes import BY_CODE, numbers, patterns
-from mergegate.merge_core.checkpoint.heads import AnyTensor, DerivedTensor, ReadElements, ReadStored
-from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.checkpoint.tensors import (
+    BY_CODE,
+    AnyTensor,
+    DerivedTensor,
+    ReadElements,
+    ReadStored,
+    StoredTensor,
+    numbers,
+    patterns,
+)
 from mergegate.merge_core.errors import Finding, InvalidInput
 
 if TYPE_CHECKING:

@@ -13,12 +13,11 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.checkpoint.dtypes import BY_CODE, DType, SizedTensor
+from mergegate.merge_core.checkpoint.tensors import BY_CODE, DType, StoredTensor
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import JsonBounds, open_plain, parse_json
 from mergegate.merge_core.system import read_at
@@ -31,36 +30,6 @@ _BOUNDS = JsonBounds(size=MAX_HEADER_BYTES, values=8 * MAX_TENSORS, depth=8)
 _MAX_DIMENSIONS = 64
 _KEYS = {"dtype", "shape", "data_offsets"}
 _DAMAGED = "download or copy the file again. It is damaged, or safetensors did not write it"
-
-
-# Slots save memory: a very large model has 50,000 tensors, and every parent has them.
-@dataclass(frozen=True, slots=True)
-class StoredTensor(SizedTensor):
-    """Location, format and shape of one tensor in a file.
-
-    Args:
-        name: Name in the checkpoint's table of tensors.
-        file: File that contains the bytes.
-        dtype: Number format in the file.
-        shape: Size of each dimension. Empty for a scalar.
-        offset: Position of the first byte, from the start of the file.
-    """
-
-    name: str
-    file: Path
-    dtype: DType
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def full_name(self) -> str:
-        """File and tensor name, for messages."""
-        return f"{self.file}: {self.name}"
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """Tensor itself, because a :class:`.DerivedTensor` has the same property."""
-        return (self,)
 
 
 def read_header(path: Path, *, within: Path | None = None) -> tuple[StoredTensor, ...]:

@@ -17,10 +17,10 @@ import numpy as np
 
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
-    DerivedTensor,
     DType,
     ReadElements,
     StoredTensor,
+    elements_of,
     numbers,
     patterns,
     read_into,
@@ -351,9 +351,7 @@ def open_elements(tensor: AnyTensor, files: InputFiles) -> ReadElements:
         with files.open(tensor.file) as fd:
             read_into(fd, into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
-    if isinstance(tensor, DerivedTensor):
-        return tensor.open(read)
-    return lambda first, into: read(tensor, first, into)
+    return elements_of(tensor, read)
 
 
 def _to_float64(stored_bytes: Bytes, dtype: DType) -> NDArray[np.float64]:

@@ -10,25 +10,23 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergegate.merge_core.checkpoint import INDEX_NAME, DerivedTensor
-from mergegate.merge_core.engine import journal
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, choose_devices
 from mergegate.merge_core.engine.execution import DocumentRun, open_inputs, require_prepared
 from mergegate.merge_core.engine.health import judge_health
 from mergegate.merge_core.engine.input_files import input_pages
-from mergegate.merge_core.engine.journal import FINISHING, NAME, join_merge
+from mergegate.merge_core.engine.journal import CONFIG, FINISHING, NAME, STEPS, join_merge
 from mergegate.merge_core.engine.tensor_run import ComputeContext
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import Finding, InvalidInput, worst_first
-from mergegate.merge_core.files import ASIDE, fsync, has_mark, hold_lock, remove_any, remove_contents, state_directory
+from mergegate.merge_core.files import fsync, has_mark, hold_lock, remove_any, remove_contents, state_directory
 from mergegate.merge_core.parsing import parse_json_object
 from mergegate.merge_core.plan import MergePlan, network_shards, requires_index, serialize_config
 
@@ -104,25 +102,13 @@ def merge_weights(
     findings: list[Finding] = list(plan.findings)
     digests: dict[str, str] = {}
 
-    def check() -> None:
-        check_directory(out, expected=file_names(plan))
-
-    def prepare() -> None:
-        with refuse_disk_errors(out):
-            (out / CONFIG).unlink(missing_ok=True)  # It is written again when the merge finishes.
-
-    def tidy() -> None:
-        shutil.rmtree(out / STEPS, ignore_errors=True)
-        for path in (*out.glob(f"**/*{journal.SUFFIX}"), *out.glob(f"**/*{PARTIAL}{ASIDE}*")):
-            remove_any(path)
-
     def report(written_bytes: int) -> None:
         if on_progress is not None:
             on_progress(bytes_done + written_bytes, total)
 
     with refuse_disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    with SingleThreadedTorch() as torch, join_merge(out, check=check, prepare=prepare, tidy=tidy):
+    with SingleThreadedTorch() as torch, join_merge(out, file_names(plan)):
         if any(isinstance(item.tensor, DerivedTensor) for part in parts for job in part.jobs for item in job.inputs):
             torch.import_early()
         context = ComputeContext(seed, devices, settings, torch, input_pages(parts))
@@ -176,7 +162,7 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
         DiskUnavailable: ``out`` cannot be written.
     """
     with refuse_disk_errors(out):
-        if not journal.exists(out):
+        if not has_mark(out / NAME):  # There is no unfinished merge.
             remove_contents(out)
         state_directory(out)
         expected_names = file_names(plan)
@@ -195,42 +181,8 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
             directories[:] = [name for name in directories if (directory / name).is_dir()]
 
 
-CONFIG = "config.json"
-
 # Libraries write these fields but do not read them. They contain the directory of the user who saved the file.
 _ORIGIN_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
-
-# Directory for the results of a recipe's steps until the merge is finished.
-STEPS = f"steps{PARTIAL}"
-
-
-def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
-    """Raise InvalidInput unless ``out`` is empty or has only the files of an unfinished merge.
-
-    Otherwise the merge could overwrite or delete files of the user. ``out`` must exist, and ``expected`` are the names
-    of the files that the merge writes.
-    """
-    with refuse_disk_errors(out):
-        names = {path.name for path in out.iterdir()}
-        # List the directory before checking the mark. Another participant may create its journal in between, and then
-        # all files belong to mergegate.
-        if has_mark(out / NAME):
-            own_names = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
-        else:
-            # A participant that was killed before it wrote the mark, or is writing it now, leaves one empty file.
-            try:
-                is_empty = (out / NAME).is_file() and (out / NAME).stat().st_size == 0
-            except FileNotFoundError:
-                is_empty = False
-            own_names = {NAME} if names <= {NAME} and is_empty else set()
-        foreign = sorted(names - own_names)
-        if foreign:
-            raise InvalidInput(
-                str(out),
-                found=f"not empty: {foreign[0]}",
-                expected="a new or empty directory",
-                remedy="choose another directory",
-            )
 
 
 def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] = lambda: None) -> dict[str, str]:

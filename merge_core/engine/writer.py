@@ -18,7 +18,8 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -228,16 +229,10 @@ def final_or_partial(directory: Path, shard: Shard) -> Path | None:
     return None
 
 
-class refuse_disk_errors:  # noqa: N801  # It is lowercase because it reads like a function: `with refuse_disk_errors(path):`.
-    """A context that turns an OSError into DiskUnavailable, whose message names ``path`` and the remedy."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, OSError):
-            return
-        raise disk_refusal(error, self._path) from None
+@contextmanager
+def refuse_disk_errors(path: Path) -> Iterator[None]:
+    """Turn any OSError of the block into DiskUnavailable, whose message names ``path`` and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_refusal(error, path) from None
