@@ -13,14 +13,8 @@ from mergegate.merge_core.adapters.adapter import (
     write_adapter,
 )
 from mergegate.merge_core.adapters.application import apply_adapter
-from mergegate.merge_core.adapters.combination import (
-    Combined,
-    CombinedSize,
-    changes_of,
-    combine_adapters,
-    combined_size,
-)
+from mergegate.merge_core.adapters.combination import CombinedSize, changes_of, combine_adapters, combined_size
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE
-from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, extract_adapter
+from mergegate.merge_core.adapters.extraction import ExtractionSettings, FactoredAdapter, extract_adapter
 from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames
 from mergegate.merge_core.adapters.tensors import AdapterOwnTensor

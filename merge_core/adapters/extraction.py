@@ -159,20 +159,20 @@ class ModuleError:
 
 
 @dataclass(frozen=True)
-class Extracted:
-    """An extracted adapter that is not yet written.
+class FactoredAdapter:
+    """An extracted or combined adapter that is not yet written.
 
     Args:
         adapter: Tensors and settings to write.
-        errors: Relative error for each module with factors.
+        errors: Relative error from the limited rank, for each module with factors.
         error: Relative error of all changes together, including those saved in full.
-        unchanged: Number of tensors that are equal in both models.
+        unchanged: Number of tensors that are equal in a fine-tune and its base.
     """
 
     adapter: NewAdapter
     errors: tuple[ModuleError, ...]
     error: float
-    unchanged: int
+    unchanged: int = 0
 
 
 def extract_adapter(
@@ -181,7 +181,7 @@ def extract_adapter(
     base_name: str,
     settings: ExtractionSettings,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Extracted:
+) -> FactoredAdapter:
     """Return the adapter that turns ``base`` into ``fine_tune``, as closely as the rank allows.
 
     Args:
@@ -310,7 +310,7 @@ class _Extraction:
             if "bias" not in tensors and bias_name in self.tuned.tensors:
                 tensors["bias"] = ours(bias_name)  # A saved module needs all its tensors.
 
-    def result(self, base_name: str) -> Extracted:
+    def result(self, base_name: str) -> FactoredAdapter:
         if not (self.factors or self.embeddings or self.full_tensors):
             raise InvalidInput(
                 self.tuned.directory.name,
@@ -334,7 +334,7 @@ class _Extraction:
             task=task_type(self.base),
         )
         error = math.sqrt(self.left_out / self.squared) if self.squared else 0.0
-        return Extracted(adapter, tuple(self.errors), error, self.unchanged)
+        return FactoredAdapter(adapter, tuple(self.errors), error, self.unchanged)
 
     def _refusal(self, name: str, found: str) -> InvalidInput:
         return InvalidInput(

@@ -212,9 +212,6 @@ def _read_headers(
     """Return the tensors of several files by name.
 
     If several files contain a tensor, ``weight_map`` selects one of them. It maps tensor names to file names.
-
-    Raises:
-        InvalidInput: A file is damaged, or two files contain the same tensor.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in files:

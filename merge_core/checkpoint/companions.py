@@ -140,9 +140,6 @@ class Companions:
         """Return the content of the file called ``name``, of at most ``most`` bytes (default: 256 MiB).
 
         Error messages describe the content as ``expected``.
-
-        Raises:
-            InvalidInput: The file is larger, or it is no longer a plain file in its directory.
         """
         source = self.sources[name]
         if isinstance(source, bytes):
@@ -150,22 +147,14 @@ class Companions:
         return read_plain(source / name, most, within=source, expected=expected)
 
     def json(self, name: str, bounds: JsonBounds | None = None) -> dict[str, Any] | None:
-        """Return the JSON object in the file called ``name``, or None if the model has no such file.
-
-        Raises:
-            InvalidInput: :meth:`read` fails, or the content is not a JSON object.
-        """
+        """Return the JSON object in the file called ``name``, or None if the model has no such file."""
         if name not in self.sources:
             return None
         bounds = bounds or JsonBounds()
         return parse_json_object(self.read(name, bounds.size), self.location(name), bounds=bounds)
 
     def text(self, name: str, most: int, expected: str) -> str:
-        """Return the text of the file called ``name``, with the arguments of :meth:`read`.
-
-        Raises:
-            InvalidInput: :meth:`read` fails, or the file is not UTF-8.
-        """
+        """Return the text of the file called ``name``, with the arguments of :meth:`read`."""
         try:
             return self.read(name, most, expected).decode()
         except UnicodeDecodeError:

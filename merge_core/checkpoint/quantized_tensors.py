@@ -66,9 +66,6 @@ def decode_quantized(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, 
     Returns:
         The tensors, a config without ``quantization_config``, and a finding that names the format. If there is nothing
         to decode, the arguments and no finding.
-
-    Raises:
-        InvalidInput: A payload does not match its scales.
     """
     settings: Any = config.get("quantization_config")
     if not isinstance(settings, Mapping):

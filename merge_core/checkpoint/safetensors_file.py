@@ -114,11 +114,7 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
 
 
 def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill ``buffer`` with the bytes of the open file ``fd`` from ``offset`` on. Threads may share ``fd``.
-
-    Raises:
-        InvalidInput: The file ends before the buffer is full, or the disk reports an error.
-    """
+    """Fill ``buffer`` with the bytes of the open file ``fd`` from ``offset`` on. Threads may share ``fd``."""
     filled = 0
     while filled < len(buffer):
         try:

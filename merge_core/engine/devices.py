@@ -81,11 +81,7 @@ def device_type(device: str) -> str:
 
 
 def choose_devices(name: str) -> Devices:
-    """Return the devices for a setting: ``cpu``, ``cuda`` (all GPUs), ``cuda:1``, or ``auto`` (GPUs, or else the CPU).
-
-    Raises:
-        InvalidInput: The name is unknown, or the GPU does not exist.
-    """
+    """Return the devices for a setting: ``cpu``, ``cuda`` (all GPUs), ``cuda:1``, or ``auto`` (GPUs, or else the CPU)."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise InvalidInput("device", found=f"{name!r}", expected="auto, cpu, cuda, or cuda:N")
     if name == "cpu":

@@ -157,9 +157,6 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
 
     Other files would make every later run fail. If there is no unfinished merge, everything is removed. Call this only
     for a directory that belongs to mergegate: one in the store, or one from ``new_directory``.
-
-    Raises:
-        DiskUnavailable: ``out`` cannot be written.
     """
     with refuse_disk_errors(out):
         if not has_mark(out / NAME):  # There is no unfinished merge.
@@ -189,9 +186,6 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     """Write all files of a merge other than its weights, ``config.json`` last, and return their sha256 by name.
 
     ``when_read`` is called after the parents' files have been read and before any file is written.
-
-    Raises:
-        InvalidInput: A file of a parent is no longer a plain file inside its checkpoint.
     """
     contents = {name: plan.companions.read(name) for name in plan.companions}
     if requires_index(plan.shards):

@@ -91,9 +91,6 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
         plan: Plan of one document.
         step_file: Function that returns the path, or the open descriptor, of a step's result. Its arguments are the
             names of the step and of one of its shards, which may be in a folder.
-
-    Raises:
-        InvalidInput: A file cannot be read.
     """
 
     def locate(path: Path) -> Path | int:

@@ -81,9 +81,6 @@ class ShardFiles:
             shard: Layout of the shard.
             finished_names: Names of the tensors that an interrupted merge has already written.
             on_complete: Function called in another thread with the shard's sha256, after the shard was flushed to disk.
-
-        Raises:
-            DiskUnavailable: The disk is full or not writable.
         """
         path = self._directory / f"{shard.name}{PARTIAL}"
         with refuse_disk_errors(path):
@@ -112,9 +109,6 @@ class ShardFiles:
 
         ``data`` must stay valid until ``release`` is called, now or later in another thread. Without ``release``, it is
         not used after this call.
-
-        Raises:
-            DiskUnavailable: The disk is full or fails.
         """
         open_shard = self._open[shard]
         written_bytes = 0
@@ -133,11 +127,7 @@ class ShardFiles:
             release()
 
     def complete(self) -> None:
-        """Wait until every shard has been hashed and flushed to the disk, and close the files.
-
-        Raises:
-            DiskUnavailable: The disk failed.
-        """
+        """Wait until every shard has been hashed and flushed to the disk, and close the files."""
         self.close()
         self.check()
 

@@ -185,11 +185,8 @@ def open_journal(
         journal.close()
 
 
-def keep_only_journal(out: Path, pattern: str = "") -> None:
-    """Remove everything from ``out`` except the journal and the files that match ``pattern``.
-
-    Other files that a killed run left would become part of the artifact.
-    """
+def keep_only_journal(out: Path) -> None:
+    """Remove everything from ``out`` except the journal. Files of a killed run would become part of the artifact."""
     for path in out.iterdir():
-        if path.name != JOURNAL and not (pattern and path.match(pattern) and path.is_file() and not path.is_symlink()):
+        if path.name != JOURNAL:
             remove_any(path)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 
 from mergegate.merge_core import open_checkpoint
-from mergegate.merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
+from mergegate.merge_core.adapters import ExtractionSettings, FactoredAdapter, extract_adapter, write_adapter
 from mergegate.merge_core.adapters.extraction import factor_change, factor_sum
 from mergegate.merge_core.errors import InvalidInput
 
@@ -45,7 +45,7 @@ def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
 
 
-def extracted(base: Path, fine_tune: Path, out: Path, rank: int, **settings: Any) -> Extracted:
+def extracted(base: Path, fine_tune: Path, out: Path, rank: int, **settings: Any) -> FactoredAdapter:
     found = extract_adapter(
         open_checkpoint(fine_tune), open_checkpoint(base), str(base), ExtractionSettings(rank, **settings)
     )

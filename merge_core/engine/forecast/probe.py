@@ -54,9 +54,6 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
         inputs: Weight files of the merge. If there are none, reads are measured on the disk of ``output``.
         output: Existing directory on the disk that the merge will write to.
         cores: Number of cores that the merge will use.
-
-    Raises:
-        InvalidInput: The inputs cannot be read, or the directory cannot be written.
     """
     noise = memoryview(os.urandom(_SMALLEST_WRITE))  # File systems may not store zeros at all.
     busy = 0.0  # Processor time of all writes.
@@ -105,9 +102,6 @@ def measure_bus(device: str) -> float:
     """Measure the speed of copies from pinned main memory to the GPU ``device``, in bytes per second.
 
     Forecasts assume that copies in the other direction are equally fast.
-
-    Raises:
-        InvalidInput: The GPU does not exist.
     """
     import torch
 
