@@ -121,7 +121,6 @@ class Adapter:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether ``directory`` contains the configuration of an adapter."""
     return os.path.isfile(directory / CONFIG_FILE)  # noqa: PTH113  # Path.is_file raises if it may not be searched.
 
 
@@ -261,7 +260,6 @@ class NewAdapter:
     task: str | None = "CAUSAL_LM"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the adapter by their names in the file."""
         tensors: dict[str, torch.Tensor] = {}
         for module, (a, b) in self.factors.items():
             tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
@@ -273,7 +271,6 @@ class NewAdapter:
         return {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in sorted(tensors.items())}
 
     def configuration(self) -> dict[str, Any]:
-        """Return the content of ``adapter_config.json`` for this adapter."""
         ranks = {module: len(a) for module, (a, _) in sorted({**self.factors, **self.embeddings}.items())}
         rank = max(ranks.values(), default=1)
         # PEFT interprets a pattern as a regular expression that matches complete trailing parts of the module's name.

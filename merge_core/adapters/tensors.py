@@ -236,7 +236,6 @@ class MemoryRows(DerivedTensor):
 
     @property
     def width(self) -> int:
-        """Number of elements of a row."""
         return math.prod(self.shape[1:])
 
     def identity(self) -> Any:
@@ -329,7 +328,6 @@ def read_whole(tensor: AnyTensor, elements: ReadElements, first: int = 0, count:
 
 
 def read_tensor(tensor: AnyTensor, read: ReadStored) -> torch.Tensor:
-    """Return all of ``tensor`` in its own format and shape."""
     return read_whole(tensor, elements_of(tensor, read)).view(tensor.shape)
 
 

@@ -107,7 +107,6 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Total size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property

@@ -132,7 +132,6 @@ class Companions:
         return name in self.sources
 
     def location(self, name: str) -> str:
-        """Return the location of the file called ``name`` for messages."""
         source = self.sources.get(name, b"")
         return name if isinstance(source, bytes) else str(source / name)
 
@@ -161,14 +160,12 @@ class Companions:
             raise InvalidInput(self.location(name), found="the file is not UTF-8 text", expected=expected) from None
 
     def nbytes(self) -> int:
-        """Return the total size of the files in bytes."""
         return sum(
             len(source) if isinstance(source, bytes) else plain_file(source / name, within=source).stat().st_size
             for name, source in self.sources.items()
         )
 
     def only(self, matches: Callable[[str], bool]) -> Companions:
-        """Return the files for whose names ``matches`` returns true."""
         return Companions({name: source for name, source in self.sources.items() if matches(name)})
 
     def with_changes(self, changes: Mapping[str, Path | bytes | None]) -> Companions:

@@ -68,7 +68,7 @@ class StoredMoments:
         return self.tensor.shape[0] == 0
 
     def read(self) -> NDArray[np.float64]:
-        """Return the moments as float64: a symmetric ``[in, in]`` matrix, or ``[in]`` if only the diagonal is stored."""
+        """Return the moments as float64: a symmetric ``[in, in]`` matrix, or ``[in]`` for a diagonal."""
         if self.is_empty:
             return np.zeros(self.width if self.is_diagonal else (self.width, self.width))
         stored = np.empty(self.tensor.shape, np.float32)
@@ -160,7 +160,6 @@ class ExpectedImportance:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes once it is stored as float32."""
         return 4 * math.prod(self.shape)
 
 

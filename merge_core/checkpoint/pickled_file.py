@@ -173,7 +173,6 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
 
 
 def _views(text: bytes, path: Path) -> dict[str, _View]:
-    """Return the tensors that the pickle describes, by name."""
     with parsing_errors(f"{path}: data.pkl", "damaged", remedy=_DAMAGED):
         value = _Machine(path).run(text)
     if not isinstance(value, dict):
@@ -202,7 +201,6 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, text: bytes) -> Any:
-        """Return the value on the stack at the end of the pickle."""
         argument: Any
         for number, (opcode, argument, position) in enumerate(pickletools.genops(text)):
             if number >= MAX_INSTRUCTIONS:

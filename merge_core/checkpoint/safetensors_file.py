@@ -61,14 +61,13 @@ def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tu
         path: Path that the tensors and error messages name.
     """
     if size < 8:
-        raise InvalidInput(str(path), found=f"{size} bytes", expected="a safetensors file", remedy=_DAMAGED)
+        raise _damaged(str(path), found=f"{size} bytes", expected="a safetensors file")
     length = int.from_bytes(read(0, 8), "little")
     if length > MAX_HEADER_BYTES or length > size - 8:
-        raise InvalidInput(
+        raise _damaged(
             str(path),
             found=f"a header of {length} bytes in a file of {size}",
             expected=f"a header within the file, of at most {MAX_HEADER_BYTES} bytes",
-            remedy=_DAMAGED,
         )
     return parse_header(read(8, length), file_size=size, path=path)
 
@@ -92,11 +91,10 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
         tensor = StoredTensor(sys.intern(name), path, dtype, shape, data_start + start)
         nbytes = tensor.nbytes
         if stop - start != nbytes:
-            raise InvalidInput(
+            raise _damaged(
                 f"{path}: {name}",
                 found=f"{stop - start} bytes for shape {list(shape)} of {dtype.code}",
                 expected=f"{nbytes} bytes",
-                remedy=_DAMAGED,
             )
         located.append((tensor.offset, nbytes, tensor))
     # An empty tensor has the same offset as the next tensor and must come before it.
@@ -105,11 +103,11 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
     for offset, nbytes, tensor in located:
         if offset != end:
             kind = "it overlaps the previous tensor" if offset < end else "there is a gap before it"
-            raise InvalidInput(f"{path}: {tensor.name}", found=kind, expected="adjacent tensors", remedy=_DAMAGED)
+            raise _damaged(f"{path}: {tensor.name}", found=kind, expected="adjacent tensors")
         end += nbytes
     if end != file_size:
         kind = "the file is truncated" if end > file_size else "the file is longer than its header declares"
-        raise InvalidInput(str(path), found=f"{kind}: {file_size} bytes", expected=f"{end} bytes", remedy=_DAMAGED)
+        raise _damaged(str(path), found=f"{kind}: {file_size} bytes", expected=f"{end} bytes")
     return tuple(tensor for _, _, tensor in located)
 
 
@@ -124,11 +122,10 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
                 str(path), found=f"byte {offset + filled} cannot be read: {error.strerror}", remedy="check the disk"
             ) from None
         if count == 0:
-            raise InvalidInput(
+            raise _damaged(
                 str(path),
                 found=f"the file ends at byte {offset + filled}",
                 expected=f"at least {offset + len(buffer)} bytes",
-                remedy=_DAMAGED,
             )
         filled += count
 
@@ -165,20 +162,18 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
         if len(result) < len(pairs):
             counts = Counter(key for key, _ in pairs)
             duplicate = next(key for key, count in counts.items() if count > 1)
-            raise InvalidInput(f"{path}: {duplicate}", found="the header contains the name twice", remedy=_DAMAGED)
+            raise _damaged(f"{path}: {duplicate}", found="the header contains the name twice")
         return result
 
     header = parse_json(text, f"{path}: header", bounds=_BOUNDS, pairs=unique, expected="JSON, as in safetensors")
     if not isinstance(header, dict):
-        raise InvalidInput(str(path), found="the header is not a JSON object", remedy=_DAMAGED)
+        raise _damaged(str(path), found="the header is not a JSON object")
     return header
 
 
 def _entry(entry: Any, path: Path, name: str) -> tuple[DType, tuple[int, ...], int, int]:
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
-        raise InvalidInput(
-            f"{path}: {name}", found=f"{entry!r:.80}", expected="dtype, shape and data_offsets", remedy=_DAMAGED
-        )
+        raise _damaged(f"{path}: {name}", found=f"{entry!r:.80}", expected="dtype, shape and data_offsets")
     dtype = BY_CODE.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise InvalidInput(
@@ -186,11 +181,10 @@ def _entry(entry: Any, path: Path, name: str) -> tuple[DType, tuple[int, ...], i
         )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_naturals(shape) or not _are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise InvalidInput(
+        raise _damaged(
             f"{path}: {name}",
             found=f"shape {shape!r:.60}, data_offsets {offsets!r:.60}",
             expected="whole numbers from 0, with ascending offsets",
-            remedy=_DAMAGED,
         )
     return dtype, tuple(shape), offsets[0], offsets[1]
 
@@ -203,3 +197,7 @@ def _are_naturals(value: Any) -> bool:
         if type(item) is not int or not 0 <= item < 2**63:
             return False
     return True
+
+
+def _damaged(location: str, found: str, expected: str = "") -> InvalidInput:
+    return InvalidInput(location, found=found, expected=expected, remedy=_DAMAGED)

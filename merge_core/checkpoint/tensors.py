@@ -103,12 +103,10 @@ class SizedTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.numel * self.dtype.size
 
 
@@ -133,7 +131,6 @@ class StoredTensor(SizedTensor):
 
     @property
     def full_name(self) -> str:
-        """File and tensor name, for messages."""
         return f"{self.file}: {self.name}"
 
     @property

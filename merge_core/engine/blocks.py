@@ -104,12 +104,10 @@ class BufferPool:
             self._retainable += len(buffer)
 
     def give(self, buffer: Bytes) -> None:
-        """Give a buffer back to the pool."""
         with self._lock:
             self._free.append(buffer)
 
     def close(self) -> None:
-        """Unmap the unused buffers."""
         with self._lock:
             self._mapped_bytes -= sum(map(len, self._free))
             self._free.clear()
@@ -424,7 +422,6 @@ class LoadedBlock:
         return self
 
     def close(self) -> None:
-        """Give the memory back to the pool."""
         self.pool.give(self.buffer)
 
     def stored_block(self) -> StoredBlock:

@@ -111,7 +111,6 @@ def uses_fused_kernels(plan: MergePlan, context: ComputeContext) -> bool:
 
 
 def _kernel_use(plan: MergePlan) -> str:
-    """Return what determines the kernels of ``plan``, as text."""
     dtypes = {(job.mode, job.output.dtype.code, *(item.tensor.dtype.code for item in job.inputs)) for job in plan.jobs}
     return f"{plan.recipe.merge_method} {sorted(dtypes)}"
 
@@ -243,7 +242,8 @@ class DocumentRun:
                 if remaining:
                     time.sleep(_PROGRESS_SECONDS)  # Another participant has claimed them and may finish or die.
             self._workers.stop()
-            self._output.complete()
+            self._output.close()
+            self._output.check()
         except BaseException as failure:
             self._fail(failure)
             self._workers.stop()

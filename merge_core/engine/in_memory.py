@@ -136,7 +136,6 @@ class _Run:
         )
 
     def tensors(self, selected_tensors: Sequence[DiskTensor]) -> Iterator[tuple[DiskTensor, Bytes]]:
-        """Yield each tensor with its merged bytes."""
         threads = min(self.shared.settings.threads or 1, len(selected_tensors))
         if threads < 2:
             for tensor in selected_tensors:

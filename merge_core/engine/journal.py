@@ -86,7 +86,6 @@ class ShardJournal:
             self.close()
 
     def record_tensor(self, health: TensorHealth) -> None:
-        """Record that all bytes of a tensor have been written."""
         with self._lock:
             self._append(health.entry())
             self.tensors[health.name] = health

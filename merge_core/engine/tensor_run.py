@@ -252,7 +252,6 @@ class TensorRun:
         return not counts.any()
 
     def _fold(self, step: Fold, number: int, block: LoadedBlock) -> None:
-        """Compute and store the partial results of a block."""
         if step.reduce_stored is not None and self._is_fused:
             parts: list[Any] = [step.reduce_stored(block.stored_block())]
         else:
@@ -267,7 +266,6 @@ class TensorRun:
             self.parts = [[part if self.parts[0] is None else step.combine([self.parts[0][0], part])]]
 
     def _map(self, step: Map, block: LoadedBlock) -> None:
-        """Compute and write a block of output."""
         output = self.job.output.dtype
         buffer = self.context.pool.take(block.length * output.size)
         merged = buffer[: block.length * output.size]

@@ -126,11 +126,6 @@ class ShardFiles:
         if release is not None:
             release()
 
-    def complete(self) -> None:
-        """Wait until every shard has been hashed and flushed to the disk, and close the files."""
-        self.close()
-        self.check()
-
     def check(self) -> None:
         """Raise the exception that stopped the hashing thread. If it is running, do nothing."""
         if self._failure is not None:

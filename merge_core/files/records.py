@@ -146,7 +146,6 @@ class RecordJournal:
             self._give_up(error)
 
     def close(self) -> None:
-        """Close the file and release its lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

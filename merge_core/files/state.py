@@ -237,7 +237,6 @@ def regular_files(directory: Path) -> tuple[set[str], set[str]]:
 
 
 def _retry_with_permission(function: Callable[[str], object], path: str, failure: object) -> None:
-    """Grant the owner access and retry a failed deletion."""
     Path(path).parent.chmod(0o700)
     if not Path(path).is_symlink():
         Path(path).chmod(0o700)
@@ -303,7 +302,6 @@ def sqlite_fault(database: Path, *, patience_s: float) -> str:
 
 
 def remove_sqlite(database: Path, reason: str) -> None:
-    """Delete the database and its journal files, and log ``reason`` (see :func:`.remove_damaged`)."""
     for suffix in _FILE_SUFFIXES:
         remove_damaged(database.with_name(database.name + suffix), reason)
 

@@ -73,7 +73,6 @@ class TokenizerDefinition:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """Section ``model`` of ``tokenizer.json``."""
         model: Mapping[str, Any] = self.content["model"]
         return model
 
@@ -150,7 +149,7 @@ def _read_files(files: Companions) -> TokenizerDefinition | None:
 
 
 def read_settings(files: Companions) -> dict[str, Any]:
-    """Return ``tokenizer_config.json``, extended by ``special_tokens_map.json`` unless it has ``added_tokens_decoder``."""
+    """Return ``tokenizer_config.json``, with ``special_tokens_map.json`` if it lacks ``added_tokens_decoder``."""
     settings = files.json(SETTINGS, TOKENIZER_BOUNDS) or {}
     if "added_tokens_decoder" in settings:  # transformers ignores the older file in this case.
         return settings

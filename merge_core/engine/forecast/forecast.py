@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mergegate.merge_core.architecture import is_projection
 from mergegate.merge_core.engine import HELD_BYTES, RETAINED_BYTES, WAITING_BYTES, block_size
-from mergegate.merge_core.methods import GRAIN
+from mergegate.merge_core.methods import GRAIN, Method, TensorTask
 from mergegate.merge_core.plan import MergePlan, TensorJob, step_of
 
 if TYPE_CHECKING:
@@ -151,14 +151,12 @@ def estimate_needs(
     kind = device.partition(":")[0]
     parts = (*plan.steps, plan)
     kinds = [kind for part in parts for kind in _kinds(part)]
-    repeated = [kind for kind in kinds if kind.folds]
+    repeated = [kind for kind in kinds if kind.work.passes > 1]
     evicted = [kind for kind in repeated if kind.job.nbytes_in > _CACHED_BYTES]
-    merged = [kind.plan for kind in kinds if kind.job.mode == "merge"]
-    assumed = {part.recipe.merge_method for part in merged if part.method.costs is None}
     threads = settings.workers_on(cores)
     # The engine computes either one tensor that exceeds the limit, or as many tensors as fit into it.
-    together = sum(kind.count * kind.held_bytes for kind in kinds)
-    held_bytes = max(min(HELD_BYTES, together), max((kind.held_bytes for kind in kinds), default=0))
+    together = sum(kind.count * kind.work.held_bytes for kind in kinds)
+    held_bytes = max(min(HELD_BYTES, together), max((kind.work.held_bytes for kind in kinds), default=0))
     block = max((_block_bytes(kind, settings, 0) for kind in kinds), default=0)
     gpu_block = max((_block_bytes(kind, settings, 4 * _GPU_TEMPORARIES) for kind in kinds), default=0)
     tensors, written = sum(kind.count for kind in kinds), sum(part.bytes_written for part in parts)
@@ -169,20 +167,20 @@ def estimate_needs(
         input_files=len(input_files(plan)),
         shards=sum(len(part.shards) for part in parts),
         bytes_read=sum(part.bytes_read for part in parts),
-        bytes_read_again=sum(kind.nbytes_in * kind.folds for kind in repeated),
-        bytes_from_disk_again=sum(kind.nbytes_in * kind.folds for kind in evicted),
-        bytes_passed=sum(kind.nbytes_in * (kind.folds + 1) for kind in kinds),
+        bytes_read_again=sum(kind.nbytes_in * kind.work.folds for kind in repeated),
+        bytes_from_disk_again=sum(kind.nbytes_in * kind.work.folds for kind in evicted),
+        bytes_passed=sum(kind.nbytes_in * kind.work.passes for kind in kinds),
         bytes_written=written,
-        passes=max((kind.folds + 1 for kind in kinds), default=0),
+        passes=max((kind.work.passes for kind in kinds), default=0),
         read_again=sum(kind.count for kind in evicted),
-        units=sum(kind.count * kind.job.output.numel * len(kind.job.inputs) * kind.units for kind in kinds),
+        units=sum(kind.count * kind.job.output.numel * len(kind.job.inputs) * kind.work.units for kind in kinds),
         block=block,
         gpu_block=gpu_block,
         memory=peak_memory(block, threads=threads, device=kind, held_bytes=held_bytes),
         gpu_memory=threads * gpu_block if kind == "cuda" else 0,
         disk=written + companion_bytes + _JOURNAL_BYTES_PER_TENSOR * tensors,
-        assumed_cost=tuple(sorted(assumed)),
-        products=sum(kind.count * kind.products for kind in kinds),
+        assumed_cost=tuple(sorted({kind.plan.recipe.merge_method for kind in kinds if not kind.work.is_measured})),
+        products=sum(kind.count * kind.work.products for kind in kinds),
         held_bytes=held_bytes,
     )
 
@@ -231,26 +229,48 @@ def input_files(plan: MergePlan) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Jobs of ``plan`` that need the same work, such as ``job``. A mixture has tens of thousands of jobs.
+class Work:
+    """Amount of work for one output tensor.
 
     Args:
-        plan: Plan of the jobs.
-        job: One of the jobs.
-        count: Number of jobs.
-        folds: Maximum number of passes over all inputs of a job before the last pass.
+        folds: Maximum number of passes over all inputs before the last pass.
         units: Units of arithmetic per input element in all passes together.
-        products: Operations of a job in float64 matrix products and decompositions.
-        held_bytes: Memory that the tensor of a job needs in addition to its blocks.
+        is_measured: Whether the method declares measured costs. If not, costs are assumed.
+        products: Operations in float64 matrix products and decompositions.
+        held_bytes: Memory that the tensor needs in addition to its blocks.
     """
+
+    folds: int
+    units: float
+    is_measured: bool = True
+    products: float = 0.0
+    held_bytes: int = 0
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over the inputs, including the last pass."""
+        return self.folds + 1
+
+
+def work_of(method: Method, task: TensorTask) -> Work:
+    """Return the amount of work that ``method`` needs for one tensor."""
+    costs = method.costs
+    if costs is None:
+        return Work(1, _ASSUMED_UNITS, is_measured=False)
+    folds = costs.folds(task)
+    products = costs.products(task) if costs.products else 0.0
+    held_bytes = costs.held_bytes(task) if costs.held_bytes else 0
+    return Work(folds, folds * costs.fold + costs.map, products=products, held_bytes=held_bytes)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """``count`` jobs that need the same ``work``, such as ``job``. A mixture has tens of thousands of jobs."""
 
     plan: MergePlan
     job: TensorJob
+    work: Work
     count: int
-    folds: int
-    units: float
-    products: float = 0.0
-    held_bytes: int = 0
 
     @property
     def nbytes_in(self) -> int:
@@ -274,17 +294,8 @@ def _kinds(plan: MergePlan) -> Iterator[_Kind]:
             job
         )
     for jobs in jobs_by_kind.values():
-        job, count = jobs[0], len(jobs)
-        if job.mode != "merge":
-            yield _Kind(plan, job, count, 0, _COPY_UNITS)
-        elif costs is None:
-            yield _Kind(plan, job, count, 1, _ASSUMED_UNITS)
-        else:
-            task = job.task()
-            folds = costs.folds(task)
-            products = costs.products(task) if costs.products else 0.0
-            held_bytes = costs.held_bytes(task) if costs.held_bytes else 0
-            yield _Kind(plan, job, count, folds, folds * costs.fold + costs.map, products, held_bytes)
+        work = work_of(plan.method, jobs[0].task()) if jobs[0].mode == "merge" else Work(0, _COPY_UNITS)
+        yield _Kind(plan, jobs[0], work, len(jobs))
 
 
 def _block_bytes(kind: _Kind, settings: EngineSettings, further: int) -> int:
