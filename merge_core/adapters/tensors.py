@@ -1,7 +1,6 @@
 """Define the tensors of a model with an adapter applied, which are computed while they are read.
 
-They can be nested: the tensor that an adapter changes may be derived itself.
-
+They can be nested: the tensor that an adapter changes may be derived itself. Values are rounded as PEFT rounds them.
 torch is imported lazily.
 
 The product of two factors is computed in tiles of complete rows on a fixed grid, so an element does not depend on the
