@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.checkpoint.dtypes import BY_CODE
 from mergegate.merge_core.checkpoint.safetensors_file import render_header
+from mergegate.merge_core.checkpoint.tensors import BY_CODE
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -1,21 +1,29 @@
-"""Open an adapter on disk: read its configuration and group its tensors by module, without reading weights.
+"""Open an adapter on disk without reading its weights, grouped by module, and write a new one that PEFT can read.
 
 The layout is PEFT's: ``adapter_config.json`` and ``adapter_model.safetensors``, whose tensors have names like
 ``base_model.model.<module>.<kind>``. Modules are named as in the loaded model (*in memory*), not as on disk.
+
+The configuration names every module by its full path, because a short name such as ``up_proj`` would also match modules
+that were not adapted.
 """
 
 from __future__ import annotations
 
+import json
 import os.path
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE, AdapterConfig, read_adapter_config
+from mergegate.merge_core.architecture import kind_of
 from mergegate.merge_core.checkpoint import (
+    BY_TORCH_NAME,
+    Checkpoint,
     Companions,
     ReadStored,
     StoredTensor,
@@ -26,9 +34,14 @@ from mergegate.merge_core.checkpoint import (
     patterns,
     read_header,
     read_pickled,
+    render_header,
 )
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import check_entries
+
+if TYPE_CHECKING:
+    import torch
+
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
@@ -108,7 +121,6 @@ class Adapter:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether ``directory`` contains the configuration of an adapter."""
     return os.path.isfile(directory / CONFIG_FILE)  # noqa: PTH113  # Path.is_file raises if it may not be searched.
 
 
@@ -208,3 +220,93 @@ def _group_by_module(directory: Path, config: AdapterConfig, tensors: Sequence[S
     return Adapter(
         directory, config, {name: AdaptedModule(name, by_kind) for name, by_kind in modules.items()}, full_tensors
     )
+
+
+# PEFT's task for each class that loads a base model. Classifiers have none, because PEFT would require that the adapter
+# contains a new head.
+_TASKS = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+    "AutoModel": "FEATURE_EXTRACTION",
+    "SentenceTransformer": "FEATURE_EXTRACTION",
+}
+
+
+def task_type(base: Checkpoint) -> str | None:
+    """Return the ``task_type`` of an adapter of ``base``, or None if PEFT needs none for this kind of model."""
+    return _TASKS.get(kind_of(base).loader)
+
+
+@dataclass(frozen=True)
+class NewAdapter:
+    """An adapter to write. The product of its factors needs no scale, so alpha equals the rank.
+
+    Args:
+        base: Name or path of the base model (``base_model_name_or_path``).
+        factors: Factors ``A [rank, in]`` and ``B [out, rank]`` of linear layers by module.
+        embeddings: Factors ``A [rank, rows]`` and ``B [width, rank]`` of embeddings by module.
+        biases: Full biases of modules with factors, by module.
+        full_tensors: Full tensors of modules without factors, by module and last part of the name.
+        transposed: Whether the adapted weights are stored as ``[in, out]`` (``fan_in_fan_out``).
+        task: ``task_type``, by which PEFT selects its class. None: the class for models of any task.
+    """
+
+    base: str
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    full_tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    transposed: bool = False
+    task: str | None = "CAUSAL_LM"
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for module, (a, b) in self.factors.items():
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        for module, (a, b) in self.embeddings.items():
+            tensors |= {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
+        tensors |= {f"{module}.base_layer.bias": bias for module, bias in self.biases.items()}
+        for module, by_leaf in self.full_tensors.items():
+            tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in by_leaf.items()}
+        return {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in sorted(tensors.items())}
+
+    def configuration(self) -> dict[str, Any]:
+        ranks = {module: len(a) for module, (a, _) in sorted({**self.factors, **self.embeddings}.items())}
+        rank = max(ranks.values(), default=1)
+        # PEFT interprets a pattern as a regular expression that matches complete trailing parts of the module's name.
+        smaller = {re.escape(module): module_rank for module, module_rank in ranks.items() if module_rank != rank}
+        return {
+            "peft_type": "LORA",
+            "task_type": self.task,
+            "base_model_name_or_path": self.base,
+            "r": rank,
+            "lora_alpha": rank,
+            "rank_pattern": smaller,
+            "alpha_pattern": smaller,
+            "target_modules": list(ranks),
+            "modules_to_save": sorted(self.full_tensors) or None,
+            "bias": "lora_only" if self.biases else "none",
+            "fan_in_fan_out": self.transposed,
+            "init_lora_weights": True,
+            "inference_mode": True,
+            "lora_dropout": 0.0,
+            "use_rslora": False,
+            "use_dora": False,
+        }
+
+
+def write_adapter(adapter: NewAdapter, out: Path) -> None:
+    """Write ``adapter`` into the directory ``out``, with its configuration last."""
+    import torch
+
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = adapter.tensors()
+    header = [
+        (name, BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")].code, tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
+    ]
+    with (out / WEIGHTS_FILE).open("wb") as file:
+        file.write(render_header(header, {"format": "pt"}))
+        for tensor in tensors.values():
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    (out / CONFIG_FILE).write_text(json.dumps(adapter.configuration(), indent=1, sort_keys=True) + "\n")

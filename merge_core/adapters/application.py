@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from mergegate.merge_core.adapters.adapter import AdaptedModule, Adapter
+from mergegate.merge_core.adapters.configuration import USE_PEFT
 from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames, join_stored, split_stored
 from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor, TrainedRows
 from mergegate.merge_core.architecture import (
@@ -40,7 +41,6 @@ from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
 from mergegate.merge_core.errors import InvalidInput
 
 _NAME_BASE = "name the model that the adapter was trained on"
-_USE_PEFT = "apply the adapter with PEFT (merge_and_unload), save the model, and name the saved model"
 # Models whose projections are GPT-2's Conv1D layers, which store their weights as [in, out].
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _CONV1D_PARTS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
@@ -110,7 +110,7 @@ class _Application:
                         f"{self._adapter.directory}: {head}",
                         found="the adapter changes the head, which is tied to the embedding",
                         expected="changes of layers, or of embedding and head together",
-                        remedy=_USE_PEFT,
+                        remedy=USE_PEFT,
                     )
                 if any(table in touched for table in tables):
                     # The head is a copy of the old embedding. In memory, it follows the embedding.
@@ -124,7 +124,7 @@ class _Application:
                     f"{self._adapter.directory}: {tables[0]}",
                     found="modules_to_save lists only the embedding, which is tied to the head",
                     expected="both embedding and head, or an untied model",
-                    remedy=_USE_PEFT,
+                    remedy=USE_PEFT,
                 )
         config = {**self._base.config, "tie_word_embeddings": False} if self._untied else self._base.config
 
@@ -160,7 +160,6 @@ class _Application:
         return max(vocabulary.ids.values(), default=-1) + 1 if vocabulary and vocabulary.is_complete else math.inf
 
     def replace_tensor(self, name: str, own_tensor: StoredTensor) -> None:
-        """Replace a tensor of the model by a full tensor of the adapter."""
         target = self._names.find(name)
         if self.is_tied_head(name):
             # An adapter that contains embedding and head unties a model with tied embeddings, which gets a head.
@@ -377,7 +376,7 @@ class _Application:
             f"{self._config.location}: target_parameters",
             found=f"{name} is square, so its shape does not show whether PEFT treated it as [in, out] or [out, in]",
             expected="a family that mergegate knows, and peft_version, because PEFT 0.19 changed the orientation",
-            remedy=f"set peft_version to the version that trained the adapter, or with that version, {_USE_PEFT}",
+            remedy=f"set peft_version to the version that trained the adapter, or with that version, {USE_PEFT}",
         )
 
     def _pair(self, module: AdaptedModule, first: str, second: str) -> tuple[StoredTensor, StoredTensor]:
@@ -391,7 +390,7 @@ class _Application:
                     factor.full_name,
                     found=f"shape {list(factor.shape)}",
                     expected="a matrix (convolutions are not supported)",
-                    remedy=_USE_PEFT,
+                    remedy=USE_PEFT,
                 )
         return a, b
 
@@ -466,7 +465,7 @@ class _Application:
         remedy = f"resize {directory} with resize_token_embeddings({rows}), save it as a new model, and name that"
         if rows > target.shape[0]:
             found += f", for a vocabulary with more tokens than that of {directory}"
-            remedy += f"; or {_USE_PEFT}"
+            remedy += f"; or {USE_PEFT}"
         else:
             remedy = f"if the rows beyond belong to no token, {remedy}. Otherwise, {_NAME_BASE}"
         expected = f"{target.shape[0]} rows, like {target.name} of {directory}"
@@ -488,7 +487,7 @@ class _Application:
                 tensor.full_name,
                 found=f"transformers computes the parameter from {conversion}, which mergegate cannot reverse",
                 expected="a parameter that transformers renames, stacks, or splits by rows",
-                remedy=_USE_PEFT,
+                remedy=USE_PEFT,
             )
         renamed = layer is None or layer.index < max(stacks(self._base.tensors).values(), default=0)
         found = f"the model {directory} has no tensor {name}"
@@ -500,11 +499,11 @@ class _Application:
             tensor.full_name,
             found=found,
             expected="a tensor of the model for every tensor of the adapter",
-            remedy=_USE_PEFT if tied else self._unknown_name() if renamed else _NAME_BASE,
+            remedy=USE_PEFT if tied else self._unknown_name() if renamed else _NAME_BASE,
         )
 
     def _unknown_name(self) -> str:
-        return f"if the adapter was trained on {self._base.directory.name}, {_USE_PEFT}. Otherwise, {_NAME_BASE}"
+        return f"if the adapter was trained on {self._base.directory.name}, {USE_PEFT}. Otherwise, {_NAME_BASE}"
 
     def _missing_factor_error(self, tensor: StoredTensor, expected: str) -> InvalidInput:
         return InvalidInput(tensor.full_name, found="its counterpart is missing in the adapter", expected=expected)

@@ -21,13 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.adapters.adapter import PREFIX, Adapter
+from mergegate.merge_core.adapters.adapter import PREFIX, Adapter, NewAdapter, task_type
 from mergegate.merge_core.adapters.application import apply_adapter
-from mergegate.merge_core.adapters.arithmetic import LowRankChange, factor_change, factor_sum, read_tensor
-from mergegate.merge_core.adapters.extraction import ModuleError, opened_files
+from mergegate.merge_core.adapters.extraction import (
+    FactoredAdapter,
+    LowRankChange,
+    ModuleError,
+    factor_change,
+    factor_sum,
+    opened_files,
+)
 from mergegate.merge_core.adapters.names import StoredNames, split_stored
-from mergegate.merge_core.adapters.output import NewAdapter, task_type
-from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor
+from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor, read_tensor
 from mergegate.merge_core.checkpoint import (
     BY_CODE,
     BY_TORCH_NAME,
@@ -50,21 +55,6 @@ if TYPE_CHECKING:
 
 _F32 = BY_CODE["F32"]
 _EXPECTED = "in every adapter, either products of two factors or full tensors with the same names"
-
-
-@dataclass(frozen=True)
-class Combined:
-    """A combined adapter that is not yet written.
-
-    Args:
-        adapter: Tensors and settings to write.
-        errors: Relative error from the truncation to the requested rank, for each module.
-        error: Relative error of all changes together.
-    """
-
-    adapter: NewAdapter
-    errors: tuple[ModuleError, ...]
-    error: float
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,7 @@ def combine_adapters(
     *,
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Combined:
+) -> FactoredAdapter:
     """Execute a recipe whose ``output`` is an adapter.
 
     Args:
@@ -261,7 +251,7 @@ def _result(
     adapters: Mapping[str, Adapter],
     results: Mapping[str, tuple[_Module, LowRankChange]],
     full_tensors: Mapping[str, torch.Tensor],
-) -> Combined:
+) -> FactoredAdapter:
     configs = [adapter.config for adapter in adapters.values()]
     bases = dict.fromkeys(config.base for config in configs if config.base)
     tasks = dict.fromkeys(config.task for config in configs if config.task)
@@ -294,7 +284,7 @@ def _result(
     errors = tuple(ModuleError(module.name, len(change.a), change.error) for module, change in results.values())
     left_out = sum(change.left_out for _, change in results.values())
     squared = sum(change.squared for _, change in results.values())
-    return Combined(adapter, errors, math.sqrt(max(left_out, 0.0) / squared) if squared else 0.0)
+    return FactoredAdapter(adapter, errors, math.sqrt(max(left_out, 0.0) / squared) if squared else 0.0)
 
 
 def format_of_factors(recipe: Recipe) -> torch.dtype:
@@ -332,11 +322,7 @@ class CombinedSize:
 
 
 def combined_size(recipe: Recipe, base: Checkpoint, adapters: Mapping[str, Adapter]) -> CombinedSize:
-    """Estimate the result of ``combine_adapters`` with the same arguments, without reading weights.
-
-    Raises:
-        InvalidInput: The headers show that ``combine_adapters`` would fail.
-    """
+    """Estimate the result of ``combine_adapters`` with the same arguments, without reading weights."""
     assert recipe.output is not None  # Guaranteed by the caller.
     parts = {ref: changes_of(ref, base, adapter, is_local=False) for ref, adapter in adapters.items()}
     # A model that the recipe lists twice counts twice.

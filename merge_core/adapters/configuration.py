@@ -57,7 +57,7 @@ _KNOWN_KEYS = frozenset(
         "target_parameters", "base_model_name_or_path", "revision", "task_type", "peft_version",
     )
 )  # fmt: skip
-_MERGE_IN_PEFT = "apply the adapter with PEFT (merge_and_unload), save the model, and name the saved model"
+USE_PEFT = "apply the adapter with PEFT (merge_and_unload), save the model, and name the saved model"
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 def _require_lora(content: Mapping[str, Any], location: str) -> None:
     kind = content.get("peft_type")
     if kind != "LORA":
-        raise InvalidInput(f"{location}: peft_type", found=f"{kind!r:.60}", expected="LORA", remedy=_MERGE_IN_PEFT)
+        raise InvalidInput(f"{location}: peft_type", found=f"{kind!r:.60}", expected="LORA", remedy=USE_PEFT)
     for key, reason in _REFUSED.items():
         # Truthiness is not sufficient, because [] and {} are also set.
         if content.get(key) is not None and content[key] is not False:
@@ -161,7 +161,7 @@ def _require_lora(content: Mapping[str, Any], location: str) -> None:
                 f"{location}: {key}",
                 found=f"it is set, and {reason}",
                 expected="plain LoRA factors",
-                remedy=_MERGE_IN_PEFT,
+                remedy=USE_PEFT,
             )
     start = content.get("init_lora_weights", True)
     if isinstance(start, str):
@@ -183,7 +183,7 @@ def _require_lora(content: Mapping[str, Any], location: str) -> None:
                 f"{location}: {key}",
                 found=f"{content[key]!r:.60}, and mergegate does not know this key",
                 expected="keys of LoRA as PEFT 0.21 writes them",
-                remedy=f"set it to null if it does not change the weights. Otherwise, {_MERGE_IN_PEFT}",
+                remedy=f"set it to null if it does not change the weights. Otherwise, {USE_PEFT}",
             )
     if _switch(content, "use_dora", location) and content.get("target_parameters"):
         raise InvalidInput(

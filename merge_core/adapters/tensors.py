@@ -1,32 +1,38 @@
 """Define the tensors of a model with an adapter applied, which are computed while they are read.
 
-They can be nested: the tensor that an adapter changes may be derived itself.
+They can be nested: the tensor that an adapter changes may be derived itself. Values are rounded as PEFT rounds them.
+torch is imported lazily.
+
+The product of two factors is computed in tiles of complete rows on a fixed grid, so an element does not depend on the
+block in which it is read. Each tile is bit-identical to the same part of the full product. This requires tiles of at
+least 16 rows, because with few rows, torch computes matrix-vector products, which sum in a different order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mergegate.merge_core.adapters.arithmetic import (
-    Grid,
-    Product,
-    add_product,
-    as_torch,
+import numpy as np
+
+from mergegate.merge_core.checkpoint import (
+    AnyTensor,
+    DerivedTensor,
+    ReadElements,
+    ReadStored,
+    StoredTensor,
     elements_of,
-    high_format,
-    read_factor,
-    read_whole,
-    scale_directions,
+    patterns,
 )
-from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
     from mergegate.merge_core.checkpoint import DType
+
 
 _CACHED_BYTES = 64 << 20
 
@@ -56,7 +62,7 @@ class AdapterOwnTensor(DerivedTensor):
             count = max(0, min(len(memory), self.own.numel - first))
             if count < len(memory):
                 rows_beyond(first, into)
-            memory[:count] = read_whole(self.own, lambda at, part: read(self.own, at, part), first, count)
+            memory[:count] = read_whole(self.own, elements_of(self.own, read), first, count)
 
         return elements
 
@@ -112,7 +118,7 @@ class AdaptedWeight(DerivedTensor):
         else:  # Only the rows of one expert are read from A. Its columns of B are not contiguous, so all of B is read.
             left = b[:, :, self.expert].contiguous().unsqueeze(0)
             count = rank * width
-            own = read_whole(self.a, lambda at, memory: read(self.a, at, memory), self.expert * count, count)
+            own = read_whole(self.a, elements_of(self.a, read), self.expert * count, count)
             right = own.view(1, rank, width).to(numeric)
         scale = self.scale
         if abs(math.frexp(scale)[0]) == 0.5 and 2**-24 <= abs(scale) <= 2**24:
@@ -229,7 +235,6 @@ class MemoryRows(DerivedTensor):
 
     @property
     def width(self) -> int:
-        """Number of elements of a row."""
         return math.prod(self.shape[1:])
 
     def identity(self) -> Any:
@@ -303,3 +308,190 @@ def _reader_of(values: torch.Tensor, dtype: DType) -> ReadElements:
 def _copy(values: torch.Tensor, first: int, into: Any, dtype: DType) -> None:
     memory = as_torch(into, dtype)
     memory.copy_(values[first : first + len(memory)])
+
+
+# A tile fits in the cache of a core and is large enough to amortize its calls. Every tile, including the last one, has
+# at least _FEWEST_ROWS rows.
+_TILE_ELEMENTS = 1 << 18
+_FEWEST_ROWS = 16
+# From this size on, the compiled addition is worth loading. For smaller tensors, torch gives the same result.
+_COMPILED_FROM_ELEMENTS = 1 << 20
+_scratch = threading.local()
+
+
+def read_whole(tensor: AnyTensor, elements: ReadElements, first: int = 0, count: int | None = None) -> torch.Tensor:
+    """Return ``count`` elements of ``tensor`` from ``first`` on, one-dimensional, in its own format. Default: all."""
+    into = np.empty((tensor.numel - first if count is None else count) * tensor.dtype.size, np.uint8)
+    elements(first, into)
+    return as_torch(into, tensor.dtype)
+
+
+def read_tensor(tensor: AnyTensor, read: ReadStored) -> torch.Tensor:
+    return read_whole(tensor, elements_of(tensor, read)).view(tensor.shape)
+
+
+def read_factor(tensor: StoredTensor, read: ReadStored, high: torch.dtype) -> torch.Tensor:
+    """Return all of ``tensor``, a factor or a vector of an adapter, in the format ``high``."""
+    return read_tensor(tensor, read).to(high)
+
+
+def as_torch(stored_values: Any, dtype: DType) -> torch.Tensor:
+    """Return a one-dimensional tensor of the format ``dtype`` that shares its memory with ``stored_values``."""
+    import torch
+
+    return torch.from_numpy(stored_values).view(getattr(torch, dtype.torch_name))
+
+
+def high_format(dtype: DType) -> torch.dtype:
+    """Return the format in which to compute with ``dtype``: float64 for float64, and float32 for all others."""
+    import torch
+
+    return torch.float64 if dtype.code == "F64" else torch.float32
+
+
+def scratch(use: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Return thread-local memory for ``count`` numbers. The next call with the same ``use`` and ``dtype`` reuses it."""
+    import torch
+
+    buffers: dict[tuple[str, torch.dtype], torch.Tensor] = _scratch.__dict__.setdefault("buffers", {})
+    if (use, dtype) not in buffers or len(buffers[use, dtype]) < count:
+        buffers[use, dtype] = torch.empty(count, dtype=dtype)
+    return buffers[use, dtype][:count]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Division of ``units`` consecutive matrices, each of ``rows`` rows of ``width`` elements, into tiles of rows."""
+
+    units: int
+    rows: int
+    width: int
+
+    def tiles(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield each tile with elements from index ``first`` up to, but not including, index ``end``.
+
+        A tile consists of the index of its matrix, its first row, and the row after its last row.
+        """
+        step = max(_FEWEST_ROWS, _TILE_ELEMENTS // max(self.width, 1) // _FEWEST_ROWS * _FEWEST_ROWS)
+        count = max(1, self.rows // step)
+        # The remainder is a separate tile only if it has enough rows. Otherwise it extends the last tile.
+        if self.rows > count * step and self.rows - count * step >= _FEWEST_ROWS:
+            count += 1
+        position = first
+        while position < end:
+            unit, row = divmod(position // self.width, self.rows)
+            number = min(row // step, count - 1)
+            last = self.rows if number == count - 1 else (number + 1) * step
+            yield unit, number * step, last
+            position = (unit * self.rows + last) * self.width
+
+
+@dataclass(frozen=True)
+class Product:
+    """Change of a weight: ``scale · (left @ right)`` for each of its matrices (units), or the transpose.
+
+    Args:
+        left: Factors ``[units, out, rank]``.
+        right: Factors ``[units, rank, in]``.
+        scale: Factor of the product, as in PEFT.
+        transposed: Whether the weight is stored as ``[in, out]``.
+        first_row: Row of the product at which the weight starts, if the product covers more than this weight.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scale: float
+    transposed: bool = False
+    first_row: int = 0
+
+    def rows(self, unit: int, first: int, end: int) -> torch.Tensor:
+        """Return the rows ``first`` to ``end`` (exclusive) of the change of matrix ``unit``, ``[end - first, width]``.
+
+        The next call in the same thread overwrites the result.
+        """
+        import torch
+
+        first, end = first + self.first_row, end + self.first_row
+        left, right = self.left[unit], self.right[unit]
+        if self.transposed:
+            right = right[:, first:end]
+        else:
+            left = left[first:end]
+        # Allocating memory would take longer than the product.
+        product = scratch("product", left.dtype, len(left) * right.shape[1]).view(len(left), -1)
+        torch.mm(left, right, out=product)
+        if self.scale != 1:
+            product.mul_(self.scale)
+        return product.T if self.transposed else product
+
+
+def add_product(
+    source: AnyTensor, elements: ReadElements, product: Product, grid: Grid, *, round_change: bool
+) -> ReadElements:
+    """Return a reader for the weight ``source``, whose elements ``elements`` reads, plus ``product``.
+
+    With ``round_change``, the change is rounded to the format of the weight before it is added. Without it, only the
+    sum is rounded. ``grid`` divides the weight into tiles.
+    """
+    is_compiled = source.dtype.code == "BF16" and source.numel >= _COMPILED_FROM_ELEMENTS
+    if is_compiled:
+        from mergegate.merge_core.methods.kernels import add_change
+
+    def write_change(first: int, into: Any) -> None:
+        elements(first, into)
+        end = first + len(into) // source.dtype.size
+        for unit, top, bottom in grid.tiles(first, end):
+            start = (unit * grid.rows + top) * grid.width
+            tile = product.rows(unit, top, bottom).reshape(-1)
+            low, high = max(first, start), min(end, start + len(tile))
+            stored = into[(low - first) * source.dtype.size : (high - first) * source.dtype.size]
+            change = tile[low - start : high - start]
+            if is_compiled:
+                add_change(patterns(stored, source.dtype), change.numpy(), round_change)
+                continue
+            values = as_torch(stored, source.dtype)
+            if round_change or values.dtype == change.dtype:
+                values.add_(change.to(values.dtype))
+            else:  # Round only the sum. Adding two formats directly gives the same result, but in smaller steps.
+                wide = scratch("wide", change.dtype, len(change))
+                values.copy_(wide.copy_(values).add_(change))
+
+    return write_change
+
+
+def scale_directions(
+    source: AnyTensor, elements: ReadElements, product: Product, grid: Grid, magnitude: torch.Tensor
+) -> ReadElements:
+    """Return a reader for DoRA: the changed weight, with its rows scaled to the norms ``magnitude``.
+
+    For a transposed weight, the columns are scaled. A row of zeros becomes NaN, which the merge refuses.
+    """
+    import torch
+
+    size, numeric = source.dtype.size, high_format(source.dtype)
+    column_scales = None
+    if product.transposed:  # One pass computes the norms of all columns, summed in float64 and rounded once.
+        squares = torch.zeros(grid.width, dtype=torch.float64)
+        for unit, top, bottom in grid.tiles(0, source.numel):
+            start = (unit * grid.rows + top) * grid.width
+            rows = read_whole(source, elements, start, (bottom - top) * grid.width).view(bottom - top, grid.width)
+            moved = rows.to(numeric) + product.rows(unit, top, bottom)
+            squares += moved.double().square_().sum(0)
+        column_scales = (magnitude / squares.sqrt_().to(numeric)).view(1, -1)
+
+    def write_change(first: int, into: Any) -> None:
+        values = as_torch(into, source.dtype)
+        end = first + len(into) // size
+        for unit, top, bottom in grid.tiles(first, end):
+            start = (unit * grid.rows + top) * grid.width
+            rows = read_whole(source, elements, start, (bottom - top) * grid.width).view(bottom - top, grid.width)
+            moved = rows.to(numeric) + product.rows(unit, top, bottom)
+            if column_scales is None:
+                norms = torch.linalg.norm(moved, dim=1)
+                moved = (magnitude[top:bottom] / norms).view(-1, 1) * moved
+            else:
+                moved = column_scales * moved
+            low, high = max(first, start), min(end, start + rows.numel())
+            values[low - first : high - first] = moved.reshape(-1)[low - start : high - start].to(values.dtype)
+
+    return write_change

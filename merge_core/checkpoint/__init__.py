@@ -20,7 +20,13 @@ from mergegate.merge_core.checkpoint.checkpoint import (
     SINGLE_NAME,
     Checkpoint,
     class_of,
+    equal_bytes,
+    is_embedding,
+    is_head,
     open_checkpoint,
+    settle_head,
+    ties_embeddings,
+    with_tie,
 )
 from mergegate.merge_core.checkpoint.companions import (
     MODULES_FILE,
@@ -38,35 +44,12 @@ from mergegate.merge_core.checkpoint.companions import (
     nested_names,
 )
 from mergegate.merge_core.checkpoint.configuration import CONFIG_KEYS, TEXT_PARTS, config_parts, read_config
-from mergegate.merge_core.checkpoint.dtypes import (
-    BY_CODE,
-    BY_TORCH_NAME,
-    EXPONENTS,
-    RECIPE_NAMES,
-    DType,
-    SizedTensor,
-    numbers,
-    patterns,
-    promote,
-)
 from mergegate.merge_core.checkpoint.gguf_file import (
     GgufArray,
     GgufHeader,
     GgufTensor,
     parse_gguf_header,
     read_gguf_header,
-)
-from mergegate.merge_core.checkpoint.heads import (
-    AnyTensor,
-    DerivedTensor,
-    ReadElements,
-    ReadStored,
-    equal_bytes,
-    is_embedding,
-    is_head,
-    settle_head,
-    ties_embeddings,
-    with_tie,
 )
 from mergegate.merge_core.checkpoint.measurements import (
     IMPORTANCE,
@@ -83,10 +66,21 @@ from mergegate.merge_core.checkpoint.measurements import (
 )
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
 from mergegate.merge_core.checkpoint.quantized_tensors import E4M3_VALUES
-from mergegate.merge_core.checkpoint.safetensors_file import (
+from mergegate.merge_core.checkpoint.safetensors_file import fetch_header, read_header, read_into, render_header
+from mergegate.merge_core.checkpoint.tensors import (
+    BY_CODE,
+    BY_TORCH_NAME,
+    EXPONENTS,
+    RECIPE_NAMES,
+    AnyTensor,
+    DerivedTensor,
+    DType,
+    ReadElements,
+    ReadStored,
+    SizedTensor,
     StoredTensor,
-    fetch_header,
-    read_header,
-    read_into,
-    render_header,
+    elements_of,
+    numbers,
+    patterns,
+    promote,
 )

@@ -185,9 +185,6 @@ def with_chat_templates(files: Companions, templates: ChatTemplates) -> Companio
 
     They are written as ``.jinja`` files and, if it exists, into ``tokenizer_config.json``, because libraries differ in
     where they look. All other template files are removed.
-
-    Raises:
-        InvalidInput: ``tokenizer_config.json`` is not a JSON object.
     """
     changes: dict[str, bytes | None] = dict.fromkeys(filter(is_template_file, files))
     for name, template in templates.items():

@@ -132,7 +132,6 @@ class Companions:
         return name in self.sources
 
     def location(self, name: str) -> str:
-        """Return the location of the file called ``name`` for messages."""
         source = self.sources.get(name, b"")
         return name if isinstance(source, bytes) else str(source / name)
 
@@ -140,9 +139,6 @@ class Companions:
         """Return the content of the file called ``name``, of at most ``most`` bytes (default: 256 MiB).
 
         Error messages describe the content as ``expected``.
-
-        Raises:
-            InvalidInput: The file is larger, or it is no longer a plain file in its directory.
         """
         source = self.sources[name]
         if isinstance(source, bytes):
@@ -150,36 +146,26 @@ class Companions:
         return read_plain(source / name, most, within=source, expected=expected)
 
     def json(self, name: str, bounds: JsonBounds | None = None) -> dict[str, Any] | None:
-        """Return the JSON object in the file called ``name``, or None if the model has no such file.
-
-        Raises:
-            InvalidInput: :meth:`read` fails, or the content is not a JSON object.
-        """
+        """Return the JSON object in the file called ``name``, or None if the model has no such file."""
         if name not in self.sources:
             return None
         bounds = bounds or JsonBounds()
         return parse_json_object(self.read(name, bounds.size), self.location(name), bounds=bounds)
 
     def text(self, name: str, most: int, expected: str) -> str:
-        """Return the text of the file called ``name``, with the arguments of :meth:`read`.
-
-        Raises:
-            InvalidInput: :meth:`read` fails, or the file is not UTF-8.
-        """
+        """Return the text of the file called ``name``, with the arguments of :meth:`read`."""
         try:
             return self.read(name, most, expected).decode()
         except UnicodeDecodeError:
             raise InvalidInput(self.location(name), found="the file is not UTF-8 text", expected=expected) from None
 
     def nbytes(self) -> int:
-        """Return the total size of the files in bytes."""
         return sum(
             len(source) if isinstance(source, bytes) else plain_file(source / name, within=source).stat().st_size
             for name, source in self.sources.items()
         )
 
     def only(self, matches: Callable[[str], bool]) -> Companions:
-        """Return the files for whose names ``matches`` returns true."""
         return Companions({name: source for name, source in self.sources.items() if matches(name)})
 
     def with_changes(self, changes: Mapping[str, Path | bytes | None]) -> Companions:

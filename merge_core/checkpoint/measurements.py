@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_header, read_into
+from mergegate.merge_core.checkpoint.safetensors_file import read_header, read_into
+from mergegate.merge_core.checkpoint.tensors import StoredTensor
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 
@@ -67,11 +68,7 @@ class StoredMoments:
         return self.tensor.shape[0] == 0
 
     def read(self) -> NDArray[np.float64]:
-        """Return the moments as float64: a symmetric ``[in, in]`` matrix, or ``[in]`` if only the diagonal is stored.
-
-        Raises:
-            InvalidInput: The file cannot be read, values are not finite, or diagonal values are negative.
-        """
+        """Return the moments as float64: a symmetric ``[in, in]`` matrix, or ``[in]`` for a diagonal."""
         if self.is_empty:
             return np.zeros(self.width if self.is_diagonal else (self.width, self.width))
         stored = np.empty(self.tensor.shape, np.float32)
@@ -136,11 +133,7 @@ def write_measurement(path: Path, owners: Mapping[str, str], positions: int) -> 
 
 
 def open_moments(directory: Path) -> dict[str, StoredMoments]:
-    """Return the stored moments in ``directory``, by the name of the matrix that each input is multiplied with.
-
-    Raises:
-        InvalidInput: Files are missing or damaged, or do not belong together.
-    """
+    """Return the stored moments in ``directory``, by the name of the matrix that each input is multiplied with."""
     path = directory / INPUTS
     measured: dict[str, StoredMoments] = {}
     for name, tensor in _read_owners(path, FILES_OF_MOMENTS, _MOMENTS).items():
@@ -167,16 +160,11 @@ class ExpectedImportance:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes once it is stored as float32."""
         return 4 * math.prod(self.shape)
 
 
 def open_importance(directory: Path) -> dict[str, StoredTensor]:
-    """Return the stored importance in ``directory``, by the name of the model's tensor.
-
-    Raises:
-        InvalidInput: Files are missing or damaged, or do not belong together.
-    """
+    """Return the stored importance in ``directory``, by the name of the model's tensor."""
     path = directory / IMPORTANCE
     importance = {}
     for name, tensor in _read_owners(path, FILES_OF_IMPORTANCE, _IMPORTANCE).items():

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mergegate.merge_core.checkpoint.dtypes import BY_TORCH_NAME, DType
-from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.checkpoint.tensors import BY_TORCH_NAME, DType, StoredTensor
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import check_zip_directory, open_plain, parsing_errors
 
@@ -174,7 +173,6 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
 
 
 def _views(text: bytes, path: Path) -> dict[str, _View]:
-    """Return the tensors that the pickle describes, by name."""
     with parsing_errors(f"{path}: data.pkl", "damaged", remedy=_DAMAGED):
         value = _Machine(path).run(text)
     if not isinstance(value, dict):
@@ -203,7 +201,6 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, text: bytes) -> Any:
-        """Return the value on the stack at the end of the pickle."""
         argument: Any
         for number, (opcode, argument, position) in enumerate(pickletools.genops(text)):
             if number >= MAX_INSTRUCTIONS:

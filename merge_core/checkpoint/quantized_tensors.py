@@ -20,9 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mergegate.merge_core.checkpoint.dtypes import BY_CODE, numbers, patterns
-from mergegate.merge_core.checkpoint.heads import AnyTensor, DerivedTensor, ReadElements, ReadStored
-from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
+from mergegate.merge_core.checkpoint.tensors import (
+    BY_CODE,
+    AnyTensor,
+    DerivedTensor,
+    ReadElements,
+    ReadStored,
+    StoredTensor,
+    numbers,
+    patterns,
+)
 from mergegate.merge_core.errors import Finding, InvalidInput
 
 if TYPE_CHECKING:
@@ -59,9 +66,6 @@ def decode_quantized(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, 
     Returns:
         The tensors, a config without ``quantization_config``, and a finding that names the format. If there is nothing
         to decode, the arguments and no finding.
-
-    Raises:
-        InvalidInput: A payload does not match its scales.
     """
     settings: Any = config.get("quantization_config")
     if not isinstance(settings, Mapping):
@@ -88,22 +92,26 @@ def decode_quantized(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, 
 
 
 @dataclass(frozen=True)
-class BlockScaled(DerivedTensor):
-    """A matrix of 8-bit numbers with one factor per block.
-
-    Args:
-        payload: Numbers in F8_E4M3, [rows, columns].
-        scales: Factors in F32 or BF16, one for each block, [ceil(rows / block), ceil(columns / block)].
-        block: Number of rows and number of columns of a block.
-    """
+class _Scaled(DerivedTensor):
+    """A tensor whose stored numbers ``payload`` are multiplied by ``scales``."""
 
     payload: StoredTensor
     scales: StoredTensor
-    block: tuple[int, int]
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
         return self.payload, self.scales
+
+
+@dataclass(frozen=True)
+class BlockScaled(_Scaled):
+    """A matrix of 8-bit numbers with one factor per block.
+
+    The payload is [rows, columns] in F8_E4M3. The scales are in F32 or BF16, one for each block of ``block`` rows and
+    columns, [ceil(rows / block), ceil(columns / block)].
+    """
+
+    block: tuple[int, int]
 
     def identity(self) -> Any:
         return ["fp8", *self.block]
@@ -129,20 +137,12 @@ class BlockScaled(DerivedTensor):
 
 
 @dataclass(frozen=True)
-class Microscaled(DerivedTensor):
+class Microscaled(_Scaled):
     """Matrices of experts in 4-bit numbers, with one power of two per group of 32 inputs.
 
-    Args:
-        payload: Bytes with two numbers each, [experts, outputs, groups, 16] in U8.
-        scales: Exponents of the powers of two plus 127, [experts, outputs, groups] in U8.
+    The payload has two numbers per byte, [experts, outputs, groups, 16] in U8. The scales are the exponents of the
+    powers of two plus 127, [experts, outputs, groups] in U8.
     """
-
-    payload: StoredTensor
-    scales: StoredTensor
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        return self.payload, self.scales
 
     def identity(self) -> Any:
         return ["mxfp4"]

@@ -13,12 +13,11 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.checkpoint.dtypes import BY_CODE, DType, SizedTensor
+from mergegate.merge_core.checkpoint.tensors import BY_CODE, DType, StoredTensor
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import JsonBounds, open_plain, parse_json
 from mergegate.merge_core.system import read_at
@@ -31,36 +30,6 @@ _BOUNDS = JsonBounds(size=MAX_HEADER_BYTES, values=8 * MAX_TENSORS, depth=8)
 _MAX_DIMENSIONS = 64
 _KEYS = {"dtype", "shape", "data_offsets"}
 _DAMAGED = "download or copy the file again. It is damaged, or safetensors did not write it"
-
-
-# Slots save memory: a very large model has 50,000 tensors, and every parent has them.
-@dataclass(frozen=True, slots=True)
-class StoredTensor(SizedTensor):
-    """Location, format and shape of one tensor in a file.
-
-    Args:
-        name: Name in the checkpoint's table of tensors.
-        file: File that contains the bytes.
-        dtype: Number format in the file.
-        shape: Size of each dimension. Empty for a scalar.
-        offset: Position of the first byte, from the start of the file.
-    """
-
-    name: str
-    file: Path
-    dtype: DType
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def full_name(self) -> str:
-        """File and tensor name, for messages."""
-        return f"{self.file}: {self.name}"
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """Tensor itself, because a :class:`.DerivedTensor` has the same property."""
-        return (self,)
 
 
 def read_header(path: Path, *, within: Path | None = None) -> tuple[StoredTensor, ...]:
@@ -92,14 +61,13 @@ def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tu
         path: Path that the tensors and error messages name.
     """
     if size < 8:
-        raise InvalidInput(str(path), found=f"{size} bytes", expected="a safetensors file", remedy=_DAMAGED)
+        raise _damaged(str(path), found=f"{size} bytes", expected="a safetensors file")
     length = int.from_bytes(read(0, 8), "little")
     if length > MAX_HEADER_BYTES or length > size - 8:
-        raise InvalidInput(
+        raise _damaged(
             str(path),
             found=f"a header of {length} bytes in a file of {size}",
             expected=f"a header within the file, of at most {MAX_HEADER_BYTES} bytes",
-            remedy=_DAMAGED,
         )
     return parse_header(read(8, length), file_size=size, path=path)
 
@@ -123,11 +91,10 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
         tensor = StoredTensor(sys.intern(name), path, dtype, shape, data_start + start)
         nbytes = tensor.nbytes
         if stop - start != nbytes:
-            raise InvalidInput(
+            raise _damaged(
                 f"{path}: {name}",
                 found=f"{stop - start} bytes for shape {list(shape)} of {dtype.code}",
                 expected=f"{nbytes} bytes",
-                remedy=_DAMAGED,
             )
         located.append((tensor.offset, nbytes, tensor))
     # An empty tensor has the same offset as the next tensor and must come before it.
@@ -136,20 +103,16 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
     for offset, nbytes, tensor in located:
         if offset != end:
             kind = "it overlaps the previous tensor" if offset < end else "there is a gap before it"
-            raise InvalidInput(f"{path}: {tensor.name}", found=kind, expected="adjacent tensors", remedy=_DAMAGED)
+            raise _damaged(f"{path}: {tensor.name}", found=kind, expected="adjacent tensors")
         end += nbytes
     if end != file_size:
         kind = "the file is truncated" if end > file_size else "the file is longer than its header declares"
-        raise InvalidInput(str(path), found=f"{kind}: {file_size} bytes", expected=f"{end} bytes", remedy=_DAMAGED)
+        raise _damaged(str(path), found=f"{kind}: {file_size} bytes", expected=f"{end} bytes")
     return tuple(tensor for _, _, tensor in located)
 
 
 def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill ``buffer`` with the bytes of the open file ``fd`` from ``offset`` on. Threads may share ``fd``.
-
-    Raises:
-        InvalidInput: The file ends before the buffer is full, or the disk reports an error.
-    """
+    """Fill ``buffer`` with the bytes of the open file ``fd`` from ``offset`` on. Threads may share ``fd``."""
     filled = 0
     while filled < len(buffer):
         try:
@@ -159,11 +122,10 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
                 str(path), found=f"byte {offset + filled} cannot be read: {error.strerror}", remedy="check the disk"
             ) from None
         if count == 0:
-            raise InvalidInput(
+            raise _damaged(
                 str(path),
                 found=f"the file ends at byte {offset + filled}",
                 expected=f"at least {offset + len(buffer)} bytes",
-                remedy=_DAMAGED,
             )
         filled += count
 
@@ -200,20 +162,18 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
         if len(result) < len(pairs):
             counts = Counter(key for key, _ in pairs)
             duplicate = next(key for key, count in counts.items() if count > 1)
-            raise InvalidInput(f"{path}: {duplicate}", found="the header contains the name twice", remedy=_DAMAGED)
+            raise _damaged(f"{path}: {duplicate}", found="the header contains the name twice")
         return result
 
     header = parse_json(text, f"{path}: header", bounds=_BOUNDS, pairs=unique, expected="JSON, as in safetensors")
     if not isinstance(header, dict):
-        raise InvalidInput(str(path), found="the header is not a JSON object", remedy=_DAMAGED)
+        raise _damaged(str(path), found="the header is not a JSON object")
     return header
 
 
 def _entry(entry: Any, path: Path, name: str) -> tuple[DType, tuple[int, ...], int, int]:
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
-        raise InvalidInput(
-            f"{path}: {name}", found=f"{entry!r:.80}", expected="dtype, shape and data_offsets", remedy=_DAMAGED
-        )
+        raise _damaged(f"{path}: {name}", found=f"{entry!r:.80}", expected="dtype, shape and data_offsets")
     dtype = BY_CODE.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise InvalidInput(
@@ -221,11 +181,10 @@ def _entry(entry: Any, path: Path, name: str) -> tuple[DType, tuple[int, ...], i
         )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_naturals(shape) or not _are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise InvalidInput(
+        raise _damaged(
             f"{path}: {name}",
             found=f"shape {shape!r:.60}, data_offsets {offsets!r:.60}",
             expected="whole numbers from 0, with ascending offsets",
-            remedy=_DAMAGED,
         )
     return dtype, tuple(shape), offsets[0], offsets[1]
 
@@ -238,3 +197,7 @@ def _are_naturals(value: Any) -> bool:
         if type(item) is not int or not 0 <= item < 2**63:
             return False
     return True
+
+
+def _damaged(location: str, found: str, expected: str = "") -> InvalidInput:
+    return InvalidInput(location, found=found, expected=expected, remedy=_DAMAGED)

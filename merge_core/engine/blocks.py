@@ -17,10 +17,10 @@ import numpy as np
 
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
-    DerivedTensor,
     DType,
     ReadElements,
     StoredTensor,
+    elements_of,
     numbers,
     patterns,
     read_into,
@@ -104,12 +104,10 @@ class BufferPool:
             self._retainable += len(buffer)
 
     def give(self, buffer: Bytes) -> None:
-        """Give a buffer back to the pool."""
         with self._lock:
             self._free.append(buffer)
 
     def close(self) -> None:
-        """Unmap the unused buffers."""
         with self._lock:
             self._mapped_bytes -= sum(map(len, self._free))
             self._free.clear()
@@ -351,9 +349,7 @@ def open_elements(tensor: AnyTensor, files: InputFiles) -> ReadElements:
         with files.open(tensor.file) as fd:
             read_into(fd, into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
-    if isinstance(tensor, DerivedTensor):
-        return tensor.open(read)
-    return lambda first, into: read(tensor, first, into)
+    return elements_of(tensor, read)
 
 
 def _to_float64(stored_bytes: Bytes, dtype: DType) -> NDArray[np.float64]:
@@ -426,7 +422,6 @@ class LoadedBlock:
         return self
 
     def close(self) -> None:
-        """Give the memory back to the pool."""
         self.pool.give(self.buffer)
 
     def stored_block(self) -> StoredBlock:

@@ -46,7 +46,6 @@ class EngineSettings:
 
     @property
     def workers(self) -> int:
-        """Number of worker threads on this machine."""
         return self.workers_on(cores_of_process())
 
     def workers_on(self, cores: int) -> int:
@@ -81,11 +80,7 @@ def device_type(device: str) -> str:
 
 
 def choose_devices(name: str) -> Devices:
-    """Return the devices for a setting: ``cpu``, ``cuda`` (all GPUs), ``cuda:1``, or ``auto`` (GPUs, or else the CPU).
-
-    Raises:
-        InvalidInput: The name is unknown, or the GPU does not exist.
-    """
+    """Return the devices for ``cpu``, ``cuda`` (all GPUs), ``cuda:1``, or ``auto`` (GPUs, or else the CPU)."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise InvalidInput("device", found=f"{name!r}", expected="auto, cpu, cuda, or cuda:N")
     if name == "cpu":

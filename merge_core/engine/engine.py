@@ -6,9 +6,10 @@ the file system. They divide the shards (see :mod:`.journal`), and all of them r
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping
@@ -16,18 +17,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergegate.merge_core.checkpoint import DerivedTensor
-from mergegate.merge_core.engine import journal
+from mergegate.merge_core.checkpoint import INDEX_NAME, DerivedTensor
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, choose_devices
-from mergegate.merge_core.engine.execution import ComputeContext, DocumentRun, open_inputs, require_prepared
+from mergegate.merge_core.engine.execution import DocumentRun, open_inputs, require_prepared
 from mergegate.merge_core.engine.health import judge_health
 from mergegate.merge_core.engine.input_files import input_pages
-from mergegate.merge_core.engine.journal import FINISHING, join_merge
-from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
+from mergegate.merge_core.engine.journal import CONFIG, FINISHING, NAME, STEPS, join_merge
+from mergegate.merge_core.engine.tensor_run import ComputeContext
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
-from mergegate.merge_core.errors import Finding, worst_first
-from mergegate.merge_core.files import ASIDE, hold_lock, remove_any, remove_contents, state_directory
-from mergegate.merge_core.plan import MergePlan
+from mergegate.merge_core.errors import Finding, InvalidInput, worst_first
+from mergegate.merge_core.files import fsync, has_mark, hold_lock, remove_any, remove_contents, state_directory
+from mergegate.merge_core.parsing import parse_json_object
+from mergegate.merge_core.plan import MergePlan, network_shards, requires_index, serialize_config
 
 _log = logging.getLogger(__name__)
 
@@ -101,28 +102,16 @@ def merge_weights(
     findings: list[Finding] = list(plan.findings)
     digests: dict[str, str] = {}
 
-    def check() -> None:
-        check_directory(out, expected=file_names(plan))
-
-    def prepare() -> None:
-        with refuse_disk_errors(out):
-            (out / CONFIG).unlink(missing_ok=True)  # It is written again when the merge finishes.
-
-    def tidy() -> None:
-        shutil.rmtree(out / STEPS, ignore_errors=True)
-        for path in (*out.glob(f"**/*{journal.SUFFIX}"), *out.glob(f"**/*{PARTIAL}{ASIDE}*")):
-            remove_any(path)
-
     def report(written_bytes: int) -> None:
         if on_progress is not None:
             on_progress(bytes_done + written_bytes, total)
 
     with refuse_disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    with SingleThreadedTorch() as torch, join_merge(out, check=check, prepare=prepare, tidy=tidy):
+    with SingleThreadedTorch() as torch, join_merge(out, file_names(plan)):
         if any(isinstance(item.tensor, DerivedTensor) for part in parts for job in part.jobs for item in job.inputs):
             torch.import_early()
-        context = ComputeContext(seed, devices, settings, input_pages(parts), torch)
+        context = ComputeContext(seed, devices, settings, torch, input_pages(parts))
         for part in parts:
             directory = out if part is plan else out / STEPS / str(part.recipe.name)
             with refuse_disk_errors(directory):
@@ -168,12 +157,9 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
 
     Other files would make every later run fail. If there is no unfinished merge, everything is removed. Call this only
     for a directory that belongs to mergegate: one in the store, or one from ``new_directory``.
-
-    Raises:
-        DiskUnavailable: ``out`` cannot be written.
     """
     with refuse_disk_errors(out):
-        if not journal.exists(out):
+        if not has_mark(out / NAME):  # There is no unfinished merge.
             remove_contents(out)
         state_directory(out)
         expected_names = file_names(plan)
@@ -190,3 +176,59 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
                     _log.warning("%s: not of this merge; removed", path)
                     remove_any(path)
             directories[:] = [name for name in directories if (directory / name).is_dir()]
+
+
+# Libraries write these fields but do not read them. They contain the directory of the user who saved the file.
+_ORIGIN_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
+
+
+def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """Write all files of a merge other than its weights, ``config.json`` last, and return their sha256 by name.
+
+    ``when_read`` is called after the parents' files have been read and before any file is written.
+    """
+    contents = {name: plan.companions.read(name) for name in plan.companions}
+    if requires_index(plan.shards):
+        shards = network_shards(plan.shards)
+        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.stored}
+        total = sum(shard.size - len(shard.header) for shard in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        contents[INDEX_NAME] = f"{json.dumps(index, indent=2)}\n".encode()
+    contents[CONFIG] = serialize_config(dict(plan.config))
+    # Remove the fields in which libraries record the path of the loaded model.
+    for name, content in contents.items():
+        if name.endswith("config.json") and any(field.encode() in content for field in _ORIGIN_FIELDS):
+            try:
+                config = parse_json_object(content, name)
+            except InvalidInput:  # No library can read this file, so it is copied unchanged.
+                continue
+            local = {field for field in _ORIGIN_FIELDS if str(config.get(field, "")).startswith(("/", "~", "file:"))}
+            if local:
+                contents[name] = serialize_config({key: value for key, value in config.items() if key not in local})
+    when_read()
+    for name, content in contents.items():  # The config comes last.
+        _write(out / name, content)
+    with refuse_disk_errors(out):
+        fsync(out)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def file_names(plan: MergePlan) -> set[str]:
+    """Return the names of all files that a merge writes."""
+    return {
+        *(shard.name for shard in plan.shards),
+        *plan.companions,
+        *([INDEX_NAME] if requires_index(plan.shards) else []),
+        CONFIG,
+    }
+
+
+def _write(path: Path, content: bytes) -> None:
+    with refuse_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + PARTIAL)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from mergegate.merge_core.engine import journal
 from mergegate.merge_core.engine.blocks import BufferPool, read_ahead, read_ahead_limit
-from mergegate.merge_core.engine.devices import Devices, EngineSettings, SingleThreadedTorch, own_stream
+from mergegate.merge_core.engine.devices import own_stream
 from mergegate.merge_core.engine.health import TensorHealth
-from mergegate.merge_core.engine.input_files import InputFiles, InputPages
-from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
+from mergegate.merge_core.engine.input_files import InputFiles
+from mergegate.merge_core.engine.tensor_run import ComputeContext, RunContext, TensorRun
 from mergegate.merge_core.engine.writer import WAITING_BYTES, ShardFiles
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import Method, has_kernels, record_kernels
@@ -91,9 +91,6 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
         plan: Plan of one document.
         step_file: Function that returns the path, or the open descriptor, of a step's result. Its arguments are the
             names of the step and of one of its shards, which may be in a folder.
-
-    Raises:
-        InvalidInput: A file cannot be read.
     """
 
     def locate(path: Path) -> Path | int:
@@ -103,36 +100,17 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
     return InputFiles((part.file for job in plan.jobs for part in (*job.stored_tensors, *job.measured_tensors)), locate)
 
 
-@dataclass(frozen=True)
-class ComputeContext:
-    """Values that all documents of a merge share.
-
-    Args:
-        seed: Seed of the random masks.
-        devices: Devices that compute.
-        settings: Settings of the engine.
-        pages: Manager of the inputs' cached pages. None means that all pages stay cached.
-        torch: Context whose ``use`` must be called before torch computes a block.
-    """
-
-    seed: int
-    devices: Devices
-    settings: EngineSettings
-    pages: InputPages | None
-    torch: SingleThreadedTorch
-
-
-def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettings) -> bool:
+def uses_fused_kernels(plan: MergePlan, context: ComputeContext) -> bool:
     """Return whether fused kernels compute ``plan``. The written bytes are the same either way."""
-    if devices.kind != "cpu" or settings.kernels == "torch":
+    kernels = context.settings.kernels
+    if context.devices.kind != "cpu" or kernels == "torch":
         return False
-    if settings.kernels == "fused" or plan.bytes_read >= _FUSE_FROM_BYTES:
+    if kernels == "fused" or plan.bytes_read >= _FUSE_FROM_BYTES:
         return True
     return "torch" not in sys.modules and has_kernels(_kernel_use(plan))
 
 
 def _kernel_use(plan: MergePlan) -> str:
-    """Return what determines the kernels of ``plan``, as text."""
     dtypes = {(job.mode, job.output.dtype.code, *(item.tensor.dtype.code for item in job.inputs)) for job in plan.jobs}
     return f"{plan.recipe.merge_method} {sorted(dtypes)}"
 
@@ -226,23 +204,18 @@ class DocumentRun:
     ) -> None:
         self._plan, self._directory, self._on_progress = plan, directory, on_progress
         devices, self._settings = context.devices, context.settings
-        self._is_fused = uses_fused_kernels(plan, devices, self._settings)
         self._identity = journal.merge_identity(plan, files.identities, f"seed {context.seed}, {devices.kind}")
         # On a GPU, a retained block would also occupy GPU memory.
         retained_bytes = RETAINED_BYTES if devices.kind == "cpu" else 0
         self._context = RunContext(
-            method=plan.method,
-            step=plan.recipe.name,
-            seed=context.seed,
-            fused=self._is_fused,
-            settings=self._settings,
+            plan=plan,
+            shared=context,
+            fused=uses_fused_kernels(plan, context),
             files=files,
-            torch=context.torch,
             pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda", retained_bytes=retained_bytes),
             submit=self._submit,
             write=self._write,
             on_finish=self._end_tensor,
-            pages=context.pages,
         )
         self._jobs = {job.output.name: job for job in plan.jobs}
         self._locations = {
@@ -269,7 +242,8 @@ class DocumentRun:
                 if remaining:
                     time.sleep(_PROGRESS_SECONDS)  # Another participant has claimed them and may finish or die.
             self._workers.stop()
-            self._output.complete()
+            self._output.close()
+            self._output.check()
         except BaseException as failure:
             self._fail(failure)
             self._workers.stop()
@@ -280,7 +254,7 @@ class DocumentRun:
                 claimed.close()
             self._context.pool.close()
         self._on_progress(self._plan.bytes_written)
-        if self._is_fused and "torch" not in sys.modules:  # Otherwise, this merge may need torch as well.
+        if self._context.fused and "torch" not in sys.modules:  # Otherwise, this merge may need torch as well.
             record_kernels(_kernel_use(self._plan))
         health_by_name = {name: health for claimed in self._claims.values() for name, health in claimed.tensors.items()}
         return ExecutedPlan(
@@ -311,7 +285,7 @@ class DocumentRun:
         extra_bytes = held_bytes(self._plan.method, job)
         if not self._has_room(_STARTED_BYTES, extra_bytes):
             self._wait(lambda: self._has_room(_STARTED_BYTES // 2, extra_bytes))
-        pages = self._context.pages
+        pages = self._context.shared.pages
         bypasses = pages is not None and pages.admit(job, self._context.files) and is_read_once(self._plan.method, job)
         with self._condition:
             order = self._started

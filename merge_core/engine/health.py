@@ -58,7 +58,6 @@ class TensorHealth:
     parents: tuple[float, ...] = ()
 
     def entry(self) -> dict[str, Any]:
-        """Return the statistics as the content of a journal line."""
         return {
             "tensor": self.name,
             "non_finite": self.non_finite,

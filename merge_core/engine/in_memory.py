@@ -28,7 +28,7 @@ from mergegate.merge_core.engine.blocks import BufferPool
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, choose_devices, own_stream
 from mergegate.merge_core.engine.execution import open_inputs, require_prepared, uses_fused_kernels
 from mergegate.merge_core.engine.health import TensorHealth, judge_health
-from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
+from mergegate.merge_core.engine.tensor_run import ComputeContext, RunContext, TensorRun
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.files import disk_refusal
 from mergegate.merge_core.plan import MergePlan
@@ -74,12 +74,12 @@ def merge_tensors(
 
     require_prepared(plan)
     _require_no_blocking(plan.findings)
-    settings = settings or EngineSettings()
     with SingleThreadedTorch() as single_threaded, ExitStack() as stack:
+        context = ComputeContext(seed, choose_devices(device), settings or EngineSettings(), single_threaded)
         descriptors: dict[tuple[str, str], int] = {}  # Results by (step, shard).
         for step in plan.steps:
             with open_inputs(step, lambda step, name: descriptors[step, name]) as files:
-                run = _Run(step, seed, device, settings, files, single_threaded)
+                run = _Run(step, context, files)
                 # Store the result for later documents: each tensor at its offset in its shard.
                 locations: dict[str, tuple[int, int]] = {}
                 for shard in step.shards:
@@ -96,7 +96,7 @@ def merge_tensors(
                         except OSError as error:
                             raise disk_refusal(error, Path(f"memory for {step.recipe.name}")) from None
         with open_inputs(plan, lambda step, name: descriptors[step, name]) as files:
-            run = _Run(plan, seed, device, settings, files, single_threaded)
+            run = _Run(plan, context, files)
             for tensor, merged in run.tensors(_select_tensors(plan, names)):
                 dtype: torch.dtype = getattr(torch, tensor.dtype.torch_name)
                 yield tensor.name, torch.from_numpy(merged).view(dtype).reshape(tensor.shape)
@@ -113,39 +113,30 @@ def _select_tensors(plan: MergePlan, names: Sequence[str] | None) -> list[DiskTe
 
 @dataclass(eq=False)
 class _Run:
-    """The execution of one recipe document. See :class:`.execution.ComputeContext` for the fields."""
+    """The execution of one recipe document."""
 
     plan: MergePlan
-    seed: int
-    device: str
-    settings: EngineSettings
+    shared: ComputeContext
     files: InputFiles
-    single_threaded: SingleThreadedTorch
     _targets: dict[str, Bytes] = field(default_factory=dict)  # Output bytes of each job in progress.
 
     def __post_init__(self) -> None:
-        devices = choose_devices(self.device)
-        self._device = devices.all[0]
+        self._device = self.shared.devices.all[0]
         self._jobs = {job.output.name: job for job in self.plan.jobs}
         self._context = RunContext(
-            method=self.plan.method,
-            step=self.plan.recipe.name,
-            seed=self.seed,
-            fused=uses_fused_kernels(self.plan, devices, self.settings),
-            settings=self.settings,
+            plan=self.plan,
+            shared=self.shared,
+            fused=uses_fused_kernels(self.plan, self.shared),
             files=self.files,
-            torch=self.single_threaded,
-            pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda"),
+            pool=BufferPool(_POOL_BYTES, pinned=self.shared.devices.kind == "cuda"),
             submit=lambda _, work: work(),  # Compute the blocks one after another in the calling thread.
             write=self._write,
-            pages=None,
             on_finish=self._check_health,
             is_sampled=False,
         )
 
     def tensors(self, selected_tensors: Sequence[DiskTensor]) -> Iterator[tuple[DiskTensor, Bytes]]:
-        """Yield each tensor with its merged bytes."""
-        threads = min(self.settings.threads or 1, len(selected_tensors))
+        threads = min(self.shared.settings.threads or 1, len(selected_tensors))
         if threads < 2:
             for tensor in selected_tensors:
                 yield tensor, self._compute_tensor(tensor)

@@ -20,11 +20,11 @@ its process.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -33,12 +33,15 @@ from typing import Any
 from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine.health import TensorHealth
 from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, refuse_disk_errors
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import (
+    ASIDE,
     MARK_CONTENT,
     FileIdentity,
     LineChain,
     has_mark,
     lock_file,
+    remove_any,
     try_open_locked,
     unlock_file,
 )
@@ -49,6 +52,11 @@ from mergegate.merge_core.system import boot_id
 # older engine started are not resumed.
 ENGINE = 5
 SUFFIX = f".journal{PARTIAL}"
+NAME = f"merge{PARTIAL}"
+FINISHING = f"finishing{PARTIAL}"
+# Directory for the results of a recipe's steps until the merge is finished.
+STEPS = f"steps{PARTIAL}"
+CONFIG = "config.json"
 
 
 class ShardJournal:
@@ -78,7 +86,6 @@ class ShardJournal:
             self.close()
 
     def record_tensor(self, health: TensorHealth) -> None:
-        """Record that all bytes of a tensor have been written."""
         with self._lock:
             self._append(health.entry())
             self.tensors[health.name] = health
@@ -108,7 +115,7 @@ class ShardJournal:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         with refuse_disk_errors(self._path):
-            _write(self._fd, self._lines.line(json.dumps(entry).encode()))
+            self._lines.append(self._fd, json.dumps(entry).encode())
 
 
 def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
@@ -138,16 +145,11 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
                 return ShardJournal(path, fd, shard, entries[1:], lines)
             os.ftruncate(fd, 0)
             lines = LineChain(identity)
-            _write(fd, lines.line(json.dumps({"boot": boot}).encode()))
+            lines.append(fd, json.dumps({"boot": boot}).encode())
             return ShardJournal(path, fd, shard, [], lines)
         except BaseException:
             os.close(fd)
             raise
-
-
-def exists(out: Path) -> bool:
-    """Return whether ``out`` has an unfinished merge, that is, a file with mergegate's mark."""
-    return has_mark(out / NAME)
 
 
 def merge_identity(plan: MergePlan, files: Mapping[Path, FileIdentity], mode: str) -> str:
@@ -185,34 +187,53 @@ def _is_entry(entry: Any) -> bool:
     return False
 
 
-def _write(fd: int, line: bytes) -> None:
-    if os.write(fd, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _check_directory(out: Path, expected: Collection[str]) -> None:
+    """Raise InvalidInput unless ``out`` is empty or has only the files of an unfinished merge.
 
-
-NAME = f"merge{PARTIAL}"
-FINISHING = f"finishing{PARTIAL}"
+    Otherwise the merge could overwrite or delete files of the user. ``out`` must exist, and ``expected`` are the names
+    of the files that the merge writes.
+    """
+    with refuse_disk_errors(out):
+        names = {path.name for path in out.iterdir()}
+        # List the directory before checking the mark. Another participant may create its journal in between, and then
+        # all files belong to mergegate.
+        if has_mark(out / NAME):
+            own_names = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
+        else:
+            # A participant that was killed before it wrote the mark, or is writing it now, leaves one empty file.
+            try:
+                is_empty = (out / NAME).is_file() and (out / NAME).stat().st_size == 0
+            except FileNotFoundError:
+                is_empty = False
+            own_names = {NAME} if names <= {NAME} and is_empty else set()
+        foreign = sorted(names - own_names)
+        if foreign:
+            raise InvalidInput(
+                str(out),
+                found=f"not empty: {foreign[0]}",
+                expected="a new or empty directory",
+                remedy="choose another directory",
+            )
 
 
 @contextmanager
-def join_merge(
-    out: Path, *, check: Callable[[], None], prepare: Callable[[], None], tidy: Callable[[], None]
-) -> Iterator[None]:
+def join_merge(out: Path, expected: Collection[str]) -> Iterator[None]:
     """Take part in the merge into ``out`` while the ``with`` block runs, then wait for the other participants.
 
-    If the block raises, do not wait.
+    If the block raises, do not wait. The last participant removes the files that only an unfinished merge needs, unless
+    it failed, because the merge can be resumed from them.
 
     Args:
         out: Output directory. It must exist.
-        check: Function called before any file is created. It raises unless ``out`` is empty or has an unfinished merge.
-        prepare: Function called after ``check`` if there is no other participant.
-        tidy: Function that the last participant calls at the end. It is not called after a failure, because the merge
-            can be resumed from the files that it would remove.
+        expected: Names of the files that the merge writes.
+
+    Raises:
+        InvalidInput: ``out`` is neither empty nor has an unfinished merge.
     """
     path = out / NAME
     while True:
         exists = path.exists()
-        check()
+        _check_directory(out, expected)
         with refuse_disk_errors(path):
             try:
                 # If the file existed and is gone now, the others have finished. Do not recreate it: their result stays.
@@ -224,8 +245,9 @@ def join_merge(
             # matter that all participants write it: they write the same bytes at the same offset.
             with refuse_disk_errors(path):
                 os.write(fd, MARK_CONTENT)
-            if lock_file(fd, path, wait=False, required=False):
-                prepare()
+            if lock_file(fd, path, wait=False, required=False):  # There is no other participant.
+                with refuse_disk_errors(out):
+                    (out / CONFIG).unlink(missing_ok=True)  # It is written again when the merge finishes.
             if lock_file(fd, path, shared=True, required=False):
                 break
         except BaseException:
@@ -235,10 +257,12 @@ def join_merge(
 
     try:
         yield
-        # Other participants still need the files that tidy removes, so all wait until the last one is done.
+        # Other participants still need the files that are removed here, so all wait until the last one is done.
         unlock_file(fd)
         if lock_file(fd, path, required=False):
-            tidy()
+            shutil.rmtree(out / STEPS, ignore_errors=True)
+            for leftover in (*out.glob(f"**/*{SUFFIX}"), *out.glob(f"**/*{PARTIAL}{ASIDE}*")):
+                remove_any(leftover)
             (out / FINISHING).unlink(missing_ok=True)
             path.unlink()
     finally:

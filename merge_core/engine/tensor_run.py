@@ -12,7 +12,7 @@ import numpy as np
 
 from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor, numbers, patterns
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock, block_size
-from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, device_type
+from mergegate.merge_core.engine.devices import Devices, EngineSettings, SingleThreadedTorch, device_type
 from mergegate.merge_core.engine.health import (
     TensorHealth,
     inspect_numbers,
@@ -21,8 +21,8 @@ from mergegate.merge_core.engine.health import (
     sample_elements,
 )
 from mergegate.merge_core.engine.input_files import InputPages
-from mergegate.merge_core.methods import GRAIN, Fold, Map, Method, Solve, Steps, combine, map_only, mask_key
-from mergegate.merge_core.plan import TensorJob
+from mergegate.merge_core.methods import GRAIN, Fold, Map, Solve, Steps, combine, map_only, mask_key
+from mergegate.merge_core.plan import MergePlan, TensorJob
 
 if TYPE_CHECKING:
     from mergegate.merge_core.engine.blocks import Bytes
@@ -30,38 +30,49 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class ComputeContext:
+    """Values that all documents of a merge share.
+
+    Args:
+        seed: Seed of the random masks.
+        devices: Devices that compute.
+        settings: Settings of the engine.
+        torch: Context whose ``use`` must be called before torch computes a block.
+        pages: Manager of the inputs' cached pages. None means that all pages stay cached.
+    """
+
+    seed: int
+    devices: Devices
+    settings: EngineSettings
+    torch: SingleThreadedTorch
+    pages: InputPages | None = None
+
+
+@dataclass(frozen=True)
 class RunContext:
     """Values that all tensors of a recipe document share.
 
     Args:
-        method: Merge method.
-        step: Name of the document if it is a step of a recipe, else None.
-        seed: Seed of the random masks.
+        plan: Plan of the document.
+        shared: Values that all documents of the merge share.
         fused: Whether fused kernels compute blocks.
-        settings: Settings of the engine.
         files: All input files.
-        torch: Context whose ``use`` must be called before torch computes a block.
         pool: Pool that provides memory.
         submit: Function that lets a thread do some work for a tensor, on the device of the tensor.
         write: Function that writes output. Its arguments are the tensor name, the offset in the tensor, the bytes, and
             ``release`` (see :meth:`.writer.ShardFiles.write`).
         on_finish: Function called with the tensor and its statistics after all of its bytes have been written.
-        pages: Manager of the inputs' cached pages. None means that all pages stay cached.
         is_sampled: Whether to measure the root mean squares of the result and of its inputs.
     """
 
-    method: Method
-    step: str | None
-    seed: int
+    plan: MergePlan
+    shared: ComputeContext
     fused: bool
-    settings: EngineSettings
     files: InputFiles
-    torch: SingleThreadedTorch
     pool: BufferPool
     submit: Callable[[TensorRun, Callable[[], None]], None]
     write: Callable[[str, int, memoryview, Callable[[], None] | None], None]
     on_finish: Callable[[TensorRun, TensorHealth], None]
-    pages: InputPages | None
     is_sampled: bool = True
 
 
@@ -94,10 +105,10 @@ class TensorRun:
     def begin(self) -> None:
         """Divide the tensor into blocks and start the first pass."""
         job, context = self.job, self.context
-        grain = context.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
-        block = block_size(job, grain, context.settings.block_elements)
+        grain = context.plan.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
+        block = block_size(job, grain, context.shared.settings.block_elements)
         if any(isinstance(item.tensor, DerivedTensor) for item in job.inputs):
-            context.torch.use()  # Reading derived tensors may need torch.
+            context.shared.torch.use()  # Reading derived tensors may need torch.
         self.inputs = JobInputs(job, context.files, block=block, grain=grain, pool=context.pool)
         self.squares = np.zeros(1 + len(job.inputs))
         # Number of NaN and infinite elements of each input and each importance.
@@ -115,15 +126,16 @@ class TensorRun:
         if job.mode != "merge":
             return map_only(lambda task: combine([1.0]))(job.task())
         # Steps of one recipe have tensors with the same names, but their masks must differ.
-        stream = f"{context.step}: {job.output.name}" if context.step else job.output.name
-        seeds = tuple(mask_key(context.seed, stream, index) for index in range(len(job.inputs)))
-        return context.method.steps(job.task(seeds))
+        step = context.plan.recipe.name
+        stream = f"{step}: {job.output.name}" if step else job.output.name
+        seeds = tuple(mask_key(context.shared.seed, stream, index) for index in range(len(job.inputs)))
+        return context.plan.method.steps(job.task(seeds))
 
     def _advance(self, result: Any) -> None:
         """Send the result of the last pass to the method, and start the pass that the method requests next."""
         self._next_step(result)
         while isinstance(self.step, Solve):
-            self.context.torch.use()
+            self.context.shared.torch.use()
             self._next_step(self.step.compute(self.device))
         self.pass_inputs, numbers, eager = self.inputs, list(range(self.inputs.count)), False
         if isinstance(self.step, Fold):
@@ -169,7 +181,7 @@ class TensorRun:
         try:
             # Release the pages that were read. If inputs store elements in another order than the output,
             # :meth:`_finish` releases the pages instead.
-            if is_full_pass and (pages := self.context.pages) is not None and self._reads_in_order:
+            if is_full_pass and (pages := self.context.shared.pages) is not None and self._reads_in_order:
                 release = pages.release if isinstance(self.step, Map) else pages.release_until_next_pass
                 release(self.job, self.context.files, block.start, block.start + block.length)
             if not retained and not first_pass and (self.constants or not is_full_pass) and self.job.mode != "equal":
@@ -224,7 +236,7 @@ class TensorRun:
 
     def _check_finite(self, block: LoadedBlock) -> bool:
         if self.device != "cpu" and self.job.mode != "equal":
-            self.context.torch.use()
+            self.context.shared.torch.use()
             import torch
 
             # Count on the GPU, because the numbers must be copied there anyway.
@@ -240,7 +252,6 @@ class TensorRun:
         return not counts.any()
 
     def _fold(self, step: Fold, number: int, block: LoadedBlock) -> None:
-        """Compute and store the partial results of a block."""
         if step.reduce_stored is not None and self._is_fused:
             parts: list[Any] = [step.reduce_stored(block.stored_block())]
         else:
@@ -255,7 +266,6 @@ class TensorRun:
             self.parts = [[part if self.parts[0] is None else step.combine([self.parts[0][0], part])]]
 
     def _map(self, step: Map, block: LoadedBlock) -> None:
-        """Compute and write a block of output."""
         output = self.job.output.dtype
         buffer = self.context.pool.take(block.length * output.size)
         merged = buffer[: block.length * output.size]
@@ -297,10 +307,10 @@ class TensorRun:
             self.sample_size += samples[0].size
 
     def _tiles(self, block: LoadedBlock) -> Iterator[Any]:
-        self.context.torch.use()
+        self.context.shared.torch.use()
         import torch
 
-        size = self.context.settings.tile_elements if self.device == "cpu" else block.length
+        size = self.context.shared.settings.tile_elements if self.device == "cpu" else block.length
         dtype = torch.float64 if self.job.arithmetic == "float64" else torch.float32
         return block.tiles(size, self.device, dtype)
 
@@ -315,16 +325,8 @@ class TensorRun:
             self.nonzero |= nonzero
 
     def _finish(self) -> None:
-        if self.context.pages is not None and not self._reads_in_order:
-            self.context.pages.release(self.job, self.context.files)
+        if (pages := self.context.shared.pages) is not None and not self._reads_in_order:
+            pages.release(self.job, self.context.files)
         zero = not self.nonzero and self.inputs.count > 0
-        rms, *parents = np.sqrt(self.squares / max(self.sample_size, 1)).tolist()
-        has_sample = self.sample_size > 0
-        health = TensorHealth(
-            self.job.output.name,
-            self.non_finite,
-            zero,
-            rms if has_sample else 0.0,
-            tuple(parents) if has_sample else (),
-        )
-        self.context.on_finish(self, health)
+        rms, *parents = np.sqrt(self.squares / self.sample_size).tolist() if self.sample_size else [0.0]
+        self.context.on_finish(self, TensorHealth(self.job.output.name, self.non_finite, zero, rms, tuple(parents)))

@@ -55,19 +55,6 @@ class TransplantSettings:
 
 
 @dataclass(frozen=True)
-class _TokenMatch:
-    """Row numbers of tokens.
-
-    Args:
-        shared: Rows of the shared tokens in the donor and in the model, ``[2, shared]``.
-        missing: Rows in the donor of the tokens that the model lacks.
-    """
-
-    shared: np.ndarray
-    missing: np.ndarray
-
-
-@dataclass(frozen=True)
 class Transplant:
     """Result of :func:`transplant_tokenizer`.
 
@@ -126,8 +113,8 @@ def transplant_tokenizer(
         )
     shared_rows = np.array(pairs, np.int64).T
     donor_rows = np.array(sorted({number for number in donor_ids.values() if number < size}), np.int64)
-    match = _TokenMatch(shared_rows, np.setdiff1d(donor_rows, shared_rows[0]))
-    rows_done, total = 0, len(match.missing) * len(tables)
+    missing = np.setdiff1d(donor_rows, shared_rows[0])
+    rows_done, total = 0, len(missing) * len(tables)
 
     def report(count: int) -> None:
         nonlocal rows_done
@@ -145,7 +132,7 @@ def transplant_tokenizer(
         for name, table in tables.items():
             # For a bias, only the donor's number of rows matters. The donor may lack a bias, so use its embeddings.
             donor_table = donor_head if is_head(name) else donor_embedding
-            content, error = _create_table(table, donor_table, match, settings, report)
+            content, error = _create_table(table, donor_table, shared_rows, missing, settings, report)
             if error is not None:
                 errors[name] = error
             file.write(content.data)
@@ -154,38 +141,45 @@ def transplant_tokenizer(
     plan = plan_transplant(model, donor, new_tables, tokenizers)
     record = merge_weights(plan, out, device="cpu")
     shared_count = len(pairs)
-    return Transplant(record, shared_count + len(match.missing), shared_count, errors)
+    return Transplant(record, shared_count + len(missing), shared_count, errors)
 
 
 def _create_table(
     table: AnyTensor,
     donor_table: AnyTensor,
-    match: _TokenMatch,
+    shared_rows: np.ndarray,
+    missing: np.ndarray,
     settings: TransplantSettings,
     report: Callable[[int], None],
 ) -> tuple[np.ndarray, float | None]:
     """Return the bytes of a new token table ``[donor's rows, width]``, and the error of its combinations (or None).
 
-    ``table`` is ``[rows, width]``, or ``[rows]`` for a bias. ``donor_table`` is ``[donor's rows, donor's width]``.
+    Args:
+        table: Table of the model, ``[rows, width]``, or ``[rows]`` for a bias.
+        donor_table: Table of the donor, ``[donor's rows, donor's width]``.
+        shared_rows: Rows of the shared tokens in the donor and in the model, ``[2, shared]``.
+        missing: Rows in the donor of the tokens that the model lacks.
+        settings: Settings for these rows.
+        report: Function called with the number of computed rows.
     """
     import torch
 
     model_rows = _read_tensor(table)
     wide = model_rows.float() if table.dtype.code != "F64" else model_rows
-    shared = wide[torch.from_numpy(match.shared[1])]
+    shared = wide[torch.from_numpy(shared_rows[1])]
     result = model_rows.new_zeros((donor_table.shape[0], *model_rows.shape[1:]))
     result[:] = shared.mean(0).to(model_rows.dtype)  # This includes padding rows, which no text uses.
-    result[torch.from_numpy(match.shared[0])] = model_rows[torch.from_numpy(match.shared[1])]
+    result[torch.from_numpy(shared_rows[0])] = model_rows[torch.from_numpy(shared_rows[1])]
     error = None
-    if settings.method == "omp" and len(model_rows.shape) == 2 and len(match.missing):
+    if settings.method == "omp" and len(model_rows.shape) == 2 and len(missing):
         donor_rows = _read_tensor(donor_table).float().to(settings.device)
         atoms, rows = (
-            donor_rows[torch.from_numpy(match.shared[0]).to(settings.device)],
+            donor_rows[torch.from_numpy(shared_rows[0]).to(settings.device)],
             shared.float().to(settings.device),
         )
         squares = 0.0
-        for first in range(0, len(match.missing), _BATCH_TOKENS):
-            part = torch.from_numpy(match.missing[first : first + _BATCH_TOKENS])
+        for first in range(0, len(missing), _BATCH_TOKENS):
+            part = torch.from_numpy(missing[first : first + _BATCH_TOKENS])
             targets = donor_rows[part.to(settings.device)]
             atom_indices, weights = sparse_combinations(targets, atoms, settings.k)
             result[part] = combined_rows(atom_indices, weights, rows).to("cpu", model_rows.dtype)
@@ -193,9 +187,9 @@ def _create_table(
             errors = difference.norm(dim=1) / targets.norm(dim=1).clamp_min(1e-30)
             squares += float(errors.double().square().sum())
             report(len(part))
-        error = float(np.sqrt(squares / len(match.missing)))
+        error = float(np.sqrt(squares / len(missing)))
     else:
-        report(len(match.missing))
+        report(len(missing))
     stored: np.ndarray = result.contiguous().view(torch.uint8).numpy().reshape(-1)
     return stored, error
 

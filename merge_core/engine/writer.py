@@ -18,7 +18,8 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -80,9 +81,6 @@ class ShardFiles:
             shard: Layout of the shard.
             finished_names: Names of the tensors that an interrupted merge has already written.
             on_complete: Function called in another thread with the shard's sha256, after the shard was flushed to disk.
-
-        Raises:
-            DiskUnavailable: The disk is full or not writable.
         """
         path = self._directory / f"{shard.name}{PARTIAL}"
         with refuse_disk_errors(path):
@@ -111,9 +109,6 @@ class ShardFiles:
 
         ``data`` must stay valid until ``release`` is called, now or later in another thread. Without ``release``, it is
         not used after this call.
-
-        Raises:
-            DiskUnavailable: The disk is full or fails.
         """
         open_shard = self._open[shard]
         written_bytes = 0
@@ -130,15 +125,6 @@ class ShardFiles:
                 self._condition.notify()
         if release is not None:
             release()
-
-    def complete(self) -> None:
-        """Wait until every shard has been hashed and flushed to the disk, and close the files.
-
-        Raises:
-            DiskUnavailable: The disk failed.
-        """
-        self.close()
-        self.check()
 
     def check(self) -> None:
         """Raise the exception that stopped the hashing thread. If it is running, do nothing."""
@@ -228,16 +214,10 @@ def final_or_partial(directory: Path, shard: Shard) -> Path | None:
     return None
 
 
-class refuse_disk_errors:  # noqa: N801  # It is lowercase because it reads like a function: `with refuse_disk_errors(path):`.
-    """A context that turns an OSError into DiskUnavailable, whose message names ``path`` and the remedy."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, OSError):
-            return
-        raise disk_refusal(error, self._path) from None
+@contextmanager
+def refuse_disk_errors(path: Path) -> Iterator[None]:
+    """Turn any OSError of the block into DiskUnavailable, whose message names ``path`` and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_refusal(error, path) from None

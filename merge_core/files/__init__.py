@@ -41,7 +41,6 @@ from mergegate.merge_core.files.state import (
     fsync_directories,
     is_set_aside,
     is_temporary,
-    move_aside,
     read_state,
     regular_files,
     remove_any,

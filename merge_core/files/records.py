@@ -70,10 +70,12 @@ class LineChain:
     def __init__(self, seed: str) -> None:
         self._digest = hashlib.sha256(seed.encode())
 
-    def line(self, body: bytes) -> bytes:
-        """Return the next line, with its digest, for ``body``, which must not contain line breaks."""
+    def append(self, descriptor: int, body: bytes) -> None:
+        """Write ``body``, which must not contain line breaks, as the next line. Raise OSError if the disk is full."""
         self._digest.update(body)
-        return self._digest.hexdigest().encode() + b" " + body + b"\n"
+        line = self._digest.hexdigest().encode() + b" " + body + b"\n"
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read_verified(self, file: BinaryIO, fits: Callable[[Any], bool]) -> Iterator[tuple[Any, int]]:
         """Yield the JSON value of each line of ``file``, and the offset after the line.
@@ -136,9 +138,7 @@ class RecordJournal:
         try:
             if self._fd < 0:
                 self._open(self._location.path)
-            line = self._lines.line(body)
-            if os.write(self._fd, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._lines.append(self._fd, body)
             if time.monotonic() - self._flushed >= _FLUSH_EVERY:
                 flush_data(self._fd)
                 self._flushed = time.monotonic()
@@ -146,7 +146,6 @@ class RecordJournal:
             self._give_up(error)
 
     def close(self) -> None:
-        """Close the file and release its lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -185,11 +184,8 @@ def open_journal(
         journal.close()
 
 
-def keep_only_journal(out: Path, pattern: str = "") -> None:
-    """Remove everything from ``out`` except the journal and the files that match ``pattern``.
-
-    Other files that a killed run left would become part of the artifact.
-    """
+def keep_only_journal(out: Path) -> None:
+    """Remove everything from ``out`` except the journal. Files of a killed run would become part of the artifact."""
     for path in out.iterdir():
-        if path.name != JOURNAL and not (pattern and path.match(pattern) and path.is_file() and not path.is_symlink()):
+        if path.name != JOURNAL:
             remove_any(path)

@@ -103,21 +103,6 @@ def read_state(path: Path, parse: Callable[[bytes], T], *, most: int = MOST_BYTE
         os.close(descriptor)
 
 
-def move_aside(path: Path) -> Path | None:
-    """Rename the file, link or directory at ``path`` to ``<name>.damaged-<n>``, and return its new path.
-
-    Return None if nothing is at ``path``.
-    """
-    number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}{ASIDE}{number}")):
-        number += 1
-    try:
-        path.rename(aside)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return aside
-
-
 def remove_damaged(path: Path, reason: str) -> None:
     """Delete the file or directory at ``path``, which can be built again, and log ``reason`` if it existed."""
     if os.path.lexists(path):
@@ -139,7 +124,7 @@ def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
 
 
 def is_set_aside(path: Path) -> bool:
-    """Return whether ``path`` has a name that :func:`move_aside` gives, ``<name>.damaged-<n>``."""
+    """Return whether ``path`` has a name that :func:`set_aside_damaged` gives, ``<name>.damaged-<n>``."""
     return re.search(rf"{re.escape(ASIDE)}[1-9][0-9]{{0,8}}$", path.name) is not None
 
 
@@ -149,10 +134,15 @@ def is_temporary(path: Path) -> bool:
 
 
 def set_aside_damaged(path: Path, reason: str) -> None:
-    """Set aside the file or directory at ``path`` and log ``reason``. Do nothing if the path does not exist."""
-    if os.path.lexists(path):
-        aside = move_aside(path)
-        _log.warning("%s: %s; %s", path, reason, f"set aside as {aside.name}" if aside else "it is gone")
+    """Rename the file, link or directory at ``path`` to ``<name>.damaged-<n>`` and log ``reason``, if it exists."""
+    if not os.path.lexists(path):
+        return
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}{ASIDE}{number}")):
+        number += 1
+    with suppress(FileNotFoundError, NotADirectoryError):  # Another process may have moved it.
+        path.rename(aside)
+        _log.warning("%s: %s; set aside as %s", path, reason, aside.name)
 
 
 def user_cache() -> Path:
@@ -247,7 +237,6 @@ def regular_files(directory: Path) -> tuple[set[str], set[str]]:
 
 
 def _retry_with_permission(function: Callable[[str], object], path: str, failure: object) -> None:
-    """Grant the owner access and retry a failed deletion."""
     Path(path).parent.chmod(0o700)
     if not Path(path).is_symlink():
         Path(path).chmod(0o700)
@@ -313,7 +302,6 @@ def sqlite_fault(database: Path, *, patience_s: float) -> str:
 
 
 def remove_sqlite(database: Path, reason: str) -> None:
-    """Delete the database and its journal files, and log ``reason`` (see :func:`.remove_damaged`)."""
     for suffix in _FILE_SUFFIXES:
         remove_damaged(database.with_name(database.name + suffix), reason)
 

@@ -11,7 +11,7 @@ There are three cases:
 If any merged model has an output head of its own, so does the result. For a model that ties its head, the embedding is
 merged as the head. This equals untying the models first and then merging them, and does not depend on their order. The
 result is tied only if all models are. When a checkpoint is opened, its stored bytes decide whether its head is its own
-(:mod:`merge_core.checkpoint.heads`).
+(:mod:`merge_core.checkpoint.checkpoint`).
 
 Layers of one kind must have the same tensors. If they differ, mergegate's description of the model family is
 incomplete: something unknown decides the difference, and it could decide differently after the layers are renumbered.

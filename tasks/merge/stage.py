@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from mergegate.merge_core import Recipe, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.adapters import Combined, combine_adapters, open_adapter, write_adapter
+from mergegate.merge_core.adapters import FactoredAdapter, combine_adapters, open_adapter, write_adapter
 from mergegate.merge_core.architecture.experts import MatchedLayer, match_experts
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.engine import start_or_resume
@@ -212,7 +212,7 @@ def combine_parents(
     *,
     seed: int,
     on_progress: Callable[[int, int], None],
-) -> Combined:
+) -> FactoredAdapter:
     """Merge adapters and write the result to ``out``, with the tokenizer of the first adapter that has one.
 
     Each of ``parents`` is a reference, the directory of the model and the directory of its adapter. ``on_progress``

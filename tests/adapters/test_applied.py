@@ -13,8 +13,8 @@ from peft_family import applied_by_us, differences, make_adapter, make_base, rea
 from safetensors.torch import load_file, save_file
 from samples import sampled_rows
 
-from mergegate.merge_core.adapters import arithmetic
-from mergegate.merge_core.adapters.arithmetic import Grid, Product
+from mergegate.merge_core.adapters import tensors
+from mergegate.merge_core.adapters.tensors import Grid, Product
 from mergegate.merge_core.errors import InvalidInput
 
 LINEAR = ["q_proj", "o_proj", "up_proj", "down_proj"]
@@ -98,7 +98,7 @@ def test_applied_adapters_equal_those_of_peft(
     assert differences(ours, theirs) == {}
     assert differences(ours, base) != {}
     # Compiled kernels, which mergegate normally uses for large weights only, must give the same bits.
-    monkeypatch.setattr(arithmetic, "_COMPILED_FROM_ELEMENTS", 0)
+    monkeypatch.setattr(tensors, "_COMPILED_FROM_ELEMENTS", 0)
     assert differences(applied_by_us(tmp_path / "base", tmp_path / "adapter", tmp_path / "compiled"), theirs) == {}
 
 

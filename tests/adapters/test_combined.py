@@ -15,7 +15,7 @@ from samples import sampled, sampled_rows
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.adapters import (
-    Combined,
+    FactoredAdapter,
     apply_adapter,
     combine_adapters,
     combined_size,
@@ -60,7 +60,7 @@ def written(method: str, *names: str, base: str = "base", **more: Any) -> dict[s
     return {"merge_method": method, "models": models, **anchored, **more}
 
 
-def combined(family: Path, recipe: dict[str, Any], out: Path) -> Combined:
+def combined(family: Path, recipe: dict[str, Any], out: Path) -> FactoredAdapter:
     loaded = load_recipe(recipe)
     models = [source.model for source in loaded.modules[0].slices[0].sources if source.model.adapter]
     adapters = {str(model): open_adapter(family / str(model.adapter)) for model in models}

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 
 from mergegate.merge_core import open_checkpoint
-from mergegate.merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
-from mergegate.merge_core.adapters.arithmetic import factor_change, factor_sum
+from mergegate.merge_core.adapters import ExtractionSettings, FactoredAdapter, extract_adapter, write_adapter
+from mergegate.merge_core.adapters.extraction import factor_change, factor_sum
 from mergegate.merge_core.errors import InvalidInput
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,7 +45,7 @@ def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
 
 
-def extracted(base: Path, fine_tune: Path, out: Path, rank: int, **settings: Any) -> Extracted:
+def extracted(base: Path, fine_tune: Path, out: Path, rank: int, **settings: Any) -> FactoredAdapter:
     found = extract_adapter(
         open_checkpoint(fine_tune), open_checkpoint(base), str(base), ExtractionSettings(rank, **settings)
     )
@@ -153,7 +153,7 @@ def test_large_matrices_are_decomposed_like_small_ones(monkeypatch: pytest.Monke
     strengths = torch.logspace(0, -4, 90)
     change = (torch.randn(90, 90, generator=generator) * strengths) @ torch.randn(90, 120, generator=generator)
     whole = factor_change(change, 8, dtype=torch.float32)
-    monkeypatch.setattr("mergegate.merge_core.adapters.arithmetic._FULL_DECOMPOSITION", 16)
+    monkeypatch.setattr("mergegate.merge_core.adapters.extraction._FULL_DECOMPOSITION", 16)
     assert factor_change(change, 8, dtype=torch.float32).error == pytest.approx(whole.error, rel=1e-4)
 
 

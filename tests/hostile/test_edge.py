@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mergegate.merge_core import load_recipe, open_checkpoint, parsing, plan_merge
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
 from mergegate.merge_core.checkpoint.vocabulary import Vocabulary, vocabulary_differences
-from mergegate.merge_core.engine.output import write_companions
+from mergegate.merge_core.engine.engine import write_companions
 from mergegate.merge_core.errors import InvalidInput, to_printable
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing.yaml_text import MAX_YAML_BYTES

@@ -102,10 +102,9 @@ def test_set_aside_files_are_numbered(tmp_path: Path) -> None:
     path = tmp_path / "state"
     for number in range(3):
         path.write_text(str(number))
-        files.move_aside(path)
+        files.set_aside_damaged(path, "damaged")
     kept = {place.name: place.read_text() for place in tmp_path.iterdir()}
     assert kept == {f"state.damaged-{number}": str(number - 1) for number in (1, 2, 3)}
-    assert files.move_aside(path) is None
 
 
 def test_the_target_of_a_link_is_not_touched(tmp_path: Path) -> None:
@@ -115,9 +114,9 @@ def test_the_target_of_a_link_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "others").read_text() == "precious"
     assert (tmp_path / "state").read_bytes() == b"ours"
     assert names(tmp_path) == ["others", "state"]
-    files.move_aside(tmp_path / "state")
+    files.set_aside_damaged(tmp_path / "state", "damaged")
     (tmp_path / "state").symlink_to("others")
-    files.move_aside(tmp_path / "state")
+    files.set_aside_damaged(tmp_path / "state", "damaged")
     assert (tmp_path / "others").read_text() == "precious"
 
 

@@ -26,7 +26,7 @@ from release_samples import (
 from samples import sampled, sampled_rows
 
 from mergegate.merge_core import open_checkpoint
-from mergegate.merge_core.adapters.output import task_type
+from mergegate.merge_core.adapters.adapter import task_type
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind, kind_of_directory
 from mergegate.merge_core.architecture.model_kinds import class_kinds
 from mergegate.merge_core.checkpoint import Companions

@@ -73,7 +73,6 @@ class TokenizerDefinition:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """Section ``model`` of ``tokenizer.json``."""
         model: Mapping[str, Any] = self.content["model"]
         return model
 
@@ -83,9 +82,6 @@ def read_tokenizer(source: Companions | Path) -> TokenizerDefinition | None:
 
     ``tokenizer.json`` takes precedence, then ``vocab.json`` with ``merges.txt``, then ``vocab.txt``. Without any of
     these files, return None.
-
-    Raises:
-        InvalidInput: A tokenizer file has the wrong format, or is not a plain file in its directory.
     """
     files = list_companions(source) if isinstance(source, Path) else source
     cache = _cache.get()
@@ -153,11 +149,7 @@ def _read_files(files: Companions) -> TokenizerDefinition | None:
 
 
 def read_settings(files: Companions) -> dict[str, Any]:
-    """Return ``tokenizer_config.json``, extended by ``special_tokens_map.json`` unless it has ``added_tokens_decoder``.
-
-    Raises:
-        InvalidInput: One of the files is not a JSON object.
-    """
+    """Return ``tokenizer_config.json``, with ``special_tokens_map.json`` if it lacks ``added_tokens_decoder``."""
     settings = files.json(SETTINGS, TOKENIZER_BOUNDS) or {}
     if "added_tokens_decoder" in settings:  # transformers ignores the older file in this case.
         return settings
@@ -165,11 +157,7 @@ def read_settings(files: Companions) -> dict[str, Any]:
 
 
 def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of the added tokens in ``added_tokens.json`` and ``settings`` (``tokenizer_config.json``).
-
-    Raises:
-        InvalidInput: An id is not an integer from 0 to 2**24 - 1.
-    """
+    """Return the ids of the added tokens in ``added_tokens.json`` and ``settings`` (``tokenizer_config.json``)."""
     content = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
     if not all(map(_is_id, content.values())):
         raise InvalidInput(
@@ -184,11 +172,7 @@ def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: str) -> TokenizerDefinition:
-    """Return the tokenizer that ``content``, a parsed ``tokenizer.json``, defines.
-
-    Raises:
-        InvalidInput: A part of the file has the wrong structure.
-    """
+    """Return the tokenizer that ``content``, a parsed ``tokenizer.json``, defines."""
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(vocab, (dict, list)):
@@ -305,11 +289,7 @@ class Vocabulary:
 
 
 def read_vocabulary(source: Companions | Path) -> Vocabulary | None:
-    """Return the vocabulary of a checkpoint, given its files or its directory. None if it has no tokenizer files.
-
-    Raises:
-        InvalidInput: A tokenizer file has the wrong format, or is not a plain file in its directory.
-    """
+    """Return the vocabulary of a checkpoint, given its files or its directory. None if it has no tokenizer files."""
     files = list_companions(source) if isinstance(source, Path) else source
     contents = {name: files.read(name) for name in files if is_binary_vocabulary(name)}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}

@@ -27,13 +27,14 @@ import numpy as np
 
 from mergegate.merge_core.engine.forecast.forecast import Rates
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import read_state, write_state
 from mergegate.merge_core.system import forget_cached, open_uncached, read_at
 
 # Time limits of the measurements. Together they stay below half a second, including the time to open files and to start
 # threads.
 _DISK_SECONDS = 0.14
-_MEMORY_SECONDS = 0.03
-_PRODUCT_SECONDS, _MIN_REPEATS = 0.05, 3
+_REPEAT_SECONDS, _MIN_REPEATS = 0.05, 3
+_PASSES = 24
 # Number of rows and columns of a 4 MB matrix. On a busy machine, smaller products end before all cores have started.
 _PRODUCT_SIDE = 1024
 # Number of parallel reads. It keeps a fast disk busy and is close to that of the engine.
@@ -53,9 +54,6 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
         inputs: Weight files of the merge. If there are none, reads are measured on the disk of ``output``.
         output: Existing directory on the disk that the merge will write to.
         cores: Number of cores that the merge will use.
-
-    Raises:
-        InvalidInput: The inputs cannot be read, or the directory cannot be written.
     """
     noise = memoryview(os.urandom(_SMALLEST_WRITE))  # File systems may not store zeros at all.
     busy = 0.0  # Processor time of all writes.
@@ -81,6 +79,10 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
             expected="a directory that the result can be written to",
             remedy="choose another directory with --output, or use --no-probe",
         ) from None
+    data = bytes(_STEP)
+    with ThreadPoolExecutor(cores) as threads:
+        # The median, because other programs interrupt some of the passes.
+        seconds = list(threads.map(lambda _: median(reference_pass(_STEP) for _ in range(_PASSES)), range(cores)))
     matrix = np.full((_PRODUCT_SIDE, _PRODUCT_SIDE), 0.5, np.float32)
     product = matrix @ matrix  # This also starts the library's threads, as many as it uses.
     product_seconds = _shortest_seconds(lambda: np.matmul(matrix, matrix, out=product))
@@ -88,8 +90,8 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
         read=read if read is not None else _input_rate(inputs),
         write=write,
         copy=cores * copy,
-        hash=_threaded_rate(1, _hash_work),
-        units=_threaded_rate(cores, lambda: reference_pass),
+        hash=_STEP / _shortest_seconds(lambda: hashlib.sha256(data)),
+        units=sum(_STEP / spent for spent in seconds),
         same_disk=not inputs or inputs[0].stat().st_dev == output.stat().st_dev,
         measured_at=time.time(),
         products=2 * _PRODUCT_SIDE**3 / product_seconds,
@@ -100,9 +102,6 @@ def measure_bus(device: str) -> float:
     """Measure the speed of copies from pinned main memory to the GPU ``device``, in bytes per second.
 
     Forecasts assume that copies in the other direction are equally fast.
-
-    Raises:
-        InvalidInput: The GPU does not exist.
     """
     import torch
 
@@ -117,11 +116,12 @@ def measure_bus(device: str) -> float:
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     target = pinned.to(device)  # This also creates the GPU's context, which takes a while and is not measured.
     torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(4):
+
+    def copy() -> None:
         target.copy_(pinned, non_blocking=True)
-    torch.cuda.synchronize(device)
-    return 4 * size / (time.perf_counter() - began)
+        torch.cuda.synchronize(device)
+
+    return size / _shortest_seconds(copy)
 
 
 def reference_pass(elements: int) -> float:
@@ -159,7 +159,7 @@ def measure_products_on(device: str) -> float:
 def _shortest_seconds(work: Callable[[], object]) -> float:
     """Return the shortest time of several runs of ``work``, in seconds."""
     began, spent = time.perf_counter(), list[float]()
-    while len(spent) < _MIN_REPEATS or time.perf_counter() - began < _PRODUCT_SECONDS:
+    while len(spent) < _MIN_REPEATS or time.perf_counter() - began < _REPEAT_SECONDS:
         start = time.perf_counter()
         work()
         spent.append(time.perf_counter() - start)
@@ -168,12 +168,9 @@ def _shortest_seconds(work: Callable[[], object]) -> float:
 
 def save_rates(file: Path, key: str, rates: Rates) -> None:
     """Store ``rates`` in ``file`` under ``key`` for :func:`load_rates`. Do nothing if the file cannot be written."""
-    all_rates = {**_read_rates_file(file), key: asdict(rates)}
-    partial = file.with_suffix(f".{os.getpid()}.partial")
     with suppress(OSError):  # Without stored rates, the next forecast only measures again.
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(all_rates, indent=1))
-        partial.replace(file)
+        write_state(file, json.dumps({**_read_rates_file(file), key: asdict(rates)}, indent=1).encode())
 
 
 def load_rates(file: Path, key: str, *, max_age: float) -> Rates | None:
@@ -192,10 +189,7 @@ def machine_key(inputs: Sequence[Path], output: Path, *, cores: int, device: str
 
 
 def _read_rates_file(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
+    content = read_state(file, json.loads)
     return content if isinstance(content, dict) else {}
 
 
@@ -266,32 +260,3 @@ def _read_rate(files: Sequence[tuple[int, int]]) -> float:
 def _read(fd: int, buffer: mmap.mmap, size: int, offset: int) -> None:
     with memoryview(buffer)[:size] as view:
         read_at(fd, view, offset)
-
-
-def _threaded_rate(threads: int, make: Callable[[], Callable[[int], float]]) -> float:
-    """Return the total speed of parallel threads, in units per second.
-
-    In each thread, ``make`` returns a function that processes a number of units and returns the seconds it took.
-    """
-
-    def busy(_: int) -> float:
-        work = make()
-        spent: list[float] = []
-        began = time.perf_counter()
-        while not spent or time.perf_counter() - began < _MEMORY_SECONDS:
-            spent.append(work(_STEP))
-        return _STEP / median(spent)  # The median, because other programs interrupt some of the steps.
-
-    with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(busy, range(threads)))
-
-
-def _hash_work() -> Callable[[int], float]:
-    data = bytes(_STEP)
-
-    def work(size: int) -> float:
-        began = time.perf_counter()
-        hashlib.sha256(data[:size])
-        return time.perf_counter() - began
-
-    return work
