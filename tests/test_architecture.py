@@ -306,7 +306,7 @@ def test_every_exported_name_exists() -> None:
 _READERS = {
     "files that mergegate wrote": (
         "flows.cli.init flows.outcome.run_outcome merge_core.checkpoint.measurements "
-        "merge_core.engine.forecast.probe tasks.quality.judge.answers tasks.quality.judge.stage "
+        "tasks.quality.judge.answers tasks.quality.judge.stage "
         "tasks.quality.serve.process tasks.base.store.shared tasks.release.telemetry.exports "
         "tasks.quality.variants.quantize_child"
     ),

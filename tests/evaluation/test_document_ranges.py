@@ -18,7 +18,7 @@ from tiny_models import write_choices, write_jsonl
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.base.store import Artifact
-from mergegate.tasks.quality.evaluation import DocumentSplits, EvalTask, Scoring, values
+from mergegate.tasks.quality.evaluation import DocumentSplits, EvalTask, Scoring, document_order
 from mergegate.tasks.quality.evaluation.document_order import split_documents
 from mergegate.tasks.quality.evaluation.scoring.loading import documents_in_set, inspect_data, load_task
 from mergegate.tasks.quality.evaluation.scoring.scores import Scores
@@ -39,12 +39,12 @@ firsts = st.none() | st.integers(1, 30_000)
     ],
 )  # fmt: skip
 def test_looks_double_up_to_the_whole_task(total: int, first: int | None, wanted: tuple[int, ...]) -> None:
-    assert values.interim_looks(total, first) == wanted
+    assert document_order.interim_looks(total, first) == wanted
 
 
 @given(totals, firsts)
 def test_looks_rise_and_each_is_at_most_twice_the_one_before(total: int, first: int | None) -> None:
-    found = values.interim_looks(total, first)
+    found = document_order.interim_looks(total, first)
     assert found[-1] == total
     assert found[0] == min(total, first or total)
     assert all(a < b <= 2 * a for a, b in pairwise(found))
@@ -54,7 +54,7 @@ def test_looks_rise_and_each_is_at_most_twice_the_one_before(total: int, first: 
 def test_the_next_sample_avoids_the_documents_that_selected_the_release(
     total: int, first: int, start: int, documents: int
 ) -> None:
-    used = values.SampleUse(start=start % total, documents=min(documents, total))
+    used = document_order.SampleUse(start=start % total, documents=min(documents, total))
     following = used.next_start(total, first)
     assert used.next_start(total, None) == 0
     if first >= total:
@@ -68,16 +68,16 @@ def test_the_next_sample_avoids_the_documents_that_selected_the_release(
 @pytest.mark.parametrize(("total", "first"), [(0, None), (-1, 5), (10, 0)])
 def test_no_documents_are_no_look(total: int, first: int | None) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        values.interim_looks(total, first)
+        document_order.interim_looks(total, first)
 
 
 @given(totals, firsts)
 def test_parts_follow_each_other_are_small_and_end_at_every_look(total: int, first: int | None) -> None:
-    found = values.document_ranges(total, first)
+    found = document_order.document_ranges(total, first)
     assert [part.first for part in found] == [0, *(part.last for part in found[:-1])]
     assert found[-1].last == total
-    assert all(0 < part.last - part.first <= values.CHUNK_SIZE for part in found)
-    assert set(values.interim_looks(total, first)) <= {part.last for part in found}
+    assert all(0 < part.last - part.first <= document_order.CHUNK_SIZE for part in found)
+    assert set(document_order.interim_looks(total, first)) <= {part.last for part in found}
 
 
 @settings(max_examples=40)
@@ -86,29 +86,29 @@ def test_parts_share_out_every_document_once(sizes: dict[str, int], seed: int, d
     total = sum(sizes.values())
     found = [
         (task, doc)
-        for part in values.document_ranges(total, data.draw(st.none() | st.integers(1, total)))
-        for task, docs in values.documents_of_range(sizes, seed, part).items()
+        for part in document_order.document_ranges(total, data.draw(st.none() | st.integers(1, total)))
+        for task, docs in document_order.documents_of_range(sizes, seed, part).items()
         for doc in docs
     ]
     assert sorted(found) == [(task, doc) for task in sorted(sizes) for doc in range(sizes[task])]
 
 
 def test_documents_of_a_group_are_mixed_and_ascend_within_each_task() -> None:
-    found = values.documents_of_range({"a": 500, "b": 500}, 0, values.DocumentRange(first=0, last=200))
+    found = document_order.documents_of_range({"a": 500, "b": 500}, 0, document_order.DocumentRange(first=0, last=200))
     assert 60 < len(found["a"]) < 140  # a fair coin, 200 tosses
     assert all(docs == sorted(docs) for docs in found.values())
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:
     """The expected order is hard-coded, because every key in the store depends on it."""
-    assert values.order_documents({"t": 8}, 0) == [("t", doc) for doc in (3, 2, 0, 5, 4, 1, 6, 7)]
-    assert values.order_documents({"t": 8}, 1) != values.order_documents({"t": 8}, 0)
+    assert document_order.order_documents({"t": 8}, 0) == [("t", doc) for doc in (3, 2, 0, 5, 4, 1, 6, 7)]
+    assert document_order.order_documents({"t": 8}, 1) != document_order.order_documents({"t": 8}, 0)
 
 
 @pytest.mark.parametrize(("first", "last"), [(5, 5), (6, 5), (-1, 5)])
 def test_an_empty_range_is_refused(first: int, last: int) -> None:
     with pytest.raises(ValidationError):
-        values.DocumentRange(first=first, last=last)
+        document_order.DocumentRange(first=first, last=last)
 
 
 @settings(max_examples=40)
@@ -168,8 +168,8 @@ def test_a_task_with_a_document_set_has_only_its_documents(tmp_path: Path) -> No
     loaded = load_task(task)
     seen = {}
     for name, part in parts.items():
-        whole = values.DocumentRange(first=0, last=sizes[name])
-        seen[name] = values.documents_of_range(loaded.sizes, 0, whole, documents_in_set(loaded, part))["t"]
+        whole = document_order.DocumentRange(first=0, last=sizes[name])
+        seen[name] = document_order.documents_of_range(loaded.sizes, 0, whole, documents_in_set(loaded, part))["t"]
     assert sorted(doc for docs in seen.values() for doc in docs) == list(range(100))
     questions = {name: {rows[doc]["q"] for doc in docs} for name, docs in seen.items()}
     assert not questions["search"] & questions["gate"]
@@ -179,7 +179,9 @@ def test_a_task_with_a_document_set_has_only_its_documents(tmp_path: Path) -> No
         update={"only": DocumentSplits(search=20, confirmation=20, together="passage").of("gate")}
     )
     members = documents_in_set(loaded, by_passage)
-    gate = values.documents_of_range(loaded.sizes, 0, values.DocumentRange(first=0, last=99), members)["t"]
+    gate = document_order.documents_of_range(loaded.sizes, 0, document_order.DocumentRange(first=0, last=99), members)[
+        "t"
+    ]
     passages = {rows[doc]["passage"] for doc in gate}
     assert len(gate) == sum(row["passage"] in passages for row in rows)
 
@@ -221,7 +223,7 @@ def slow_and_fast(tmp_path: Path) -> tuple[EvalTask, EvalTask]:
 
 def took(place: Path, seconds: float | None) -> Artifact[Scores]:
     found = samples.part(place, samples.right_on([], 4))
-    update = {"part": values.DocumentRange(first=0, last=100), "seconds": seconds}
+    update = {"part": document_order.DocumentRange(first=0, last=100), "seconds": seconds}
     return dataclasses.replace(found, value=found.value.model_copy(update=update))
 
 
