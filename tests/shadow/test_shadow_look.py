@@ -260,7 +260,7 @@ def test_promotion_requires_approval_and_records_who_gave_it(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("promote", "profiles/watched.yaml"), "no reason"),
+        (("promote", "profiles/watched.yaml"), "Missing option '--reason'"),
         (("evaluate", "profiles/demo.yaml"), "no section 'shadow'"),
         (("evaluate", "profiles/watched.yaml"), "no release is watched yet"),
         (("status", "profiles/watched.yaml"), "no release is watched yet"),
