@@ -28,8 +28,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 PROFILES = {"passed": "demo", "refused-by-gate": "demo-lopsided", "refused-by-check": "demo-forbidden"}
 WIDTHS = (1280, 400)
 TALLEST = 7000  # pixels of a page, before the empty part is cropped
-COLORS = 28
-TOP = 1110  # pixels of a report that the README shows
+COLORS = 64
+TOP = 1080  # pixels of a report that the README shows
 PICTURES = PROJECT / "docs" / "pictures"
 
 
@@ -121,7 +121,7 @@ def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bo
     empty = Image.new("RGB", image.size, image.getpixel((width - 2, TALLEST - 2)))
     used = ImageChops.difference(image, empty).getbbox() or (0, 0, width, TALLEST)
     image = image.crop((0, 0, width, min(used[3] + 24, TALLEST)))
-    image.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(picture, optimize=True)
+    image.quantize(COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(picture, optimize=True)
     print(f"{picture.name}: {image.size[0]} x {image.size[1]}, {picture.stat().st_size // 1000} kB")
 
 
