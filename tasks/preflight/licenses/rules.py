@@ -361,7 +361,7 @@ RULES: tuple[LicenseRule, ...] = (
     ),
     LicenseRule("R5", "name of the merged model", _name, "rename the merged model"),
     LicenseRule("R6", "share-alike", _share_alike, _REMOVE),
-    # R7 to R9 derive the license, the use policies and the obligations. They cannot refuse: see algebra.py.
+    # R7 to R9 derive the license, the use policies and the obligations. They cannot refuse: see combination.py.
     LicenseRule("R10", "territory", _territory, "check that the limit does not concern this model and its users"),
     LicenseRule(
         "R11", "no weaker than its ancestors", _ancestry, "compare with the license of its ancestor, or ask its authors"
