@@ -386,7 +386,7 @@ def _members(kind: type, descriptions: Mapping[str, str]) -> Iterator[str]:
             continue
         if isinstance(member, property) and member.fget:
             rows.append((name, inspect.signature(member.fget).return_annotation, words))
-        elif inspect.isfunction(member):
+        elif inspect.isfunction(member) and kind.__name__ != "Finding":  # Its methods serve the product.
             rows.append((f"{name}()", inspect.signature(member).return_annotation, words))
     for name, annotation, words in rows:
         if name != "model_config":
