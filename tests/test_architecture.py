@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 import pytest
 
+from tools import sizes
+
 PROJECT = Path(__file__).resolve().parent.parent
 NAMESPACE = "mergegate."
 LAYERS = ("merge_core", "tasks", "flows")  # from the lowest up
 MAX_COMPONENTS = 47
 MAX_TASK_PACKAGES = 22
-WINGS = {"tasks.base", "tasks.models", "tasks.quality", "tasks.release"}  # folders of components
+WINGS = {f"tasks.{name}" for name in sizes.WINGS}  # folders of components
 MAX_GROUPS = MAX_FLOORS = 8  # of tasks/: its wings, and the packages beside them
 # Its front would import every operation, but a command needs one and must start fast. So each of its files is public.
 WITHOUT_FRONT = "flows.operations"

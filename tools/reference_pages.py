@@ -158,17 +158,19 @@ def _keys(path: str, keys: Schema, kind: Schema, known: Schema, paths: dict[str,
         names = _types_in(value)
         place = next((paths[name] for name in names if name in paths), _inside(path, key))
         paths.update((name, place) for name in names if name not in paths)
-        words, default = split_default(value)
         of_value = _type(value)
         if names:
             of_value = f"{'list, ' if 'list of' in of_value else ''}see [{place}](#{place.replace('.', '')})"
-        if key in kind.get("required", ()):
-            default = "required"
-        elif default:
-            default = f"default {default}"
-        facts = ", ".join(filter(None, (of_value, default)))
-        yield f"* `{key}` ({facts}): {words}" if words else f"* `{key}` ({facts})"
+        yield _key(key, of_value, value, required=key in kind.get("required", ()))
     yield ""
+
+
+def _key(key: str, of_value: str, value: Schema, *, required: bool) -> str:
+    """Return the list item of a key, with the type of its value in words."""
+    words, default = split_default(value)
+    default = "required" if required else f"default {default}" if default else ""
+    facts = ", ".join(filter(None, (of_value, default)))
+    return f"* `{key}` ({facts}): {words}" if words else f"* `{key}` ({facts})"
 
 
 def split_default(value: Schema) -> tuple[str, str]:
@@ -215,11 +217,14 @@ def recipe_page() -> str:
         "A *model* is a directory or `org/name@revision`; append `+adapter` to apply a LoRA adapter.",
         "[Methods](methods.md) lists the parameters of each `merge_method`.",
         "",
-        *_section("recipe", recipe, recipe["$defs"]),
     ]
     titles = {"source": "Entry of models", "slice": "Entry of slices", "layers": "Source of a slice"}
-    for name, title in titles.items():
-        lines += _section(title, recipe["$defs"][name], recipe["$defs"])
+    sections = {"recipe": recipe, **{title: recipe["$defs"][name] for name, title in titles.items()}}
+    for title, section in sections.items():
+        lines += [f"## {title}", ""]
+        for key, value in section["properties"].items():
+            lines.append(_key(key, _type(value), value, required=key in section.get("required", ())))
+        lines.append("")
     lines += [
         "## parameters",
         "",
@@ -414,27 +419,6 @@ def _cell(text: str) -> str:
 def _prose(text: str) -> list[str]:
     """Return lines of a docstring as Markdown: with code spans in place of roles and double backticks."""
     return _ROLE.sub(r"`\1`", text.strip()).replace("``", "`").splitlines()
-
-
-def _section(name: str, section: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[str]:
-    if "properties" not in section:
-        return
-    yield f"## {name}"
-    yield ""
-    if name in definitions and section.get("description"):
-        yield " ".join(str(section["description"]).partition("\n\n")[0].split())
-        yield ""
-    yield "| key | type | default | meaning |"
-    yield "| --- | --- | --- | --- |"
-    for key, value in section["properties"].items():
-        raw = value.get("default", value.get("const"))
-        default = (
-            "none" if raw in (None, [], {}) else "see its section" if isinstance(raw, dict) else f"`{json.dumps(raw)}`"
-        )
-        default = "required" if key in section.get("required", ()) else default
-        words = " ".join(str(value.get("description", "")).split()).replace("|", "\\|")
-        yield f"| `{key}` | {_type(value)} | {default} | {words} |"
-    yield ""
 
 
 def _type(value: Mapping[str, Any]) -> str:
